@@ -1,0 +1,160 @@
+"""The data and pipeline flags, and the frozen dataclass they become."""
+
+import dataclasses
+
+from absl import flags
+
+from pipelines.errors import UserError
+
+READERS = ("auto", "memory", "indexed", "stream")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which data, and how it becomes batches. Field meanings: the help of the flag of that name."""
+
+    dataset: str = "mnist_5k"
+    data_dir: str | None = None
+    download: bool = True
+    train_split: str = "train"
+    eval_split: str | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    num_classes: int | None = None
+    batch_size: int = 128
+    eval_batch_size: int | None = None
+    shuffle: bool = True
+    drop_remainder: bool = True
+    augment: tuple[str, ...] = ()
+    image_size: int | None = None
+    reader: str = "auto"
+    shuffle_window: int | None = None
+    num_parallel_calls: int | None = None
+    prefetch_batches: int | None = None
+    on_bad_record: str = "fail"
+    use_synthetic_data: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.data_dir == "":
+            raise UserError("--data_dir= is empty: name a folder or leave the flag out")
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the data and pipeline flags on `values`."""
+    d = DataConfig()
+
+    def string(name, default, text):
+        flags.DEFINE_string(name, default, text, flag_values=values)
+
+    def boolean(name, default, text):
+        flags.DEFINE_boolean(name, default, text, flag_values=values)
+
+    def integer(name, default, text, lower=1):
+        flags.DEFINE_integer(name, default, text, lower_bound=lower, flag_values=values)
+
+    string(
+        "dataset",
+        d.dataset,
+        "TFDS name[/config][:version], package.module:BuilderClass, or the folder of a prepared "
+        "dataset.",
+    )
+    string(
+        "data_dir",
+        None,
+        "Folder of prepared TFDS datasets (default: TFDS_DATA_DIR, else ~/tensorflow_datasets).",
+    )
+    boolean("download", d.download, "Download and prepare the dataset if --data_dir lacks it.")
+    string("train_split", d.train_split, "TFDS split to train on, slices allowed.")
+    string(
+        "eval_split",
+        None,
+        "TFDS split to evaluate on, slices allowed such as train[90%:]. Empty: validation, else "
+        "test, else the last 10% of --train_split, which is then taken out of training.",
+    )
+    string("input_key", None, "Feature fed to the model (default: supervised keys, else inferred).")
+    string("label_key", None, "Feature to predict (default: supervised keys, else inferred).")
+    integer(
+        "num_classes",
+        None,
+        "Classes of a label that is a plain integer (default: counted in the training split).",
+    )
+    integer(
+        "batch_size",
+        d.batch_size,
+        "Examples of one optimizer update over all replicas; must divide by replicas x "
+        "--grad_accum_steps.",
+    )
+    integer(
+        "eval_batch_size",
+        None,
+        "Examples of one evaluation step over all replicas; any number, batches are padded and "
+        "masked (default: --batch_size).",
+    )
+    boolean("shuffle", d.shuffle, "Visit the training split in a new order each epoch.")
+    integer(
+        "shuffle_window", None, "Examples shuffled together by the stream reader (default: auto)."
+    )
+    flags.DEFINE_enum(
+        "reader",
+        d.reader,
+        READERS,
+        "memory holds the split in RAM; indexed reads records of local files in any order; stream "
+        "reads files from front to back; auto chooses and logs why.",
+        flag_values=values,
+    )
+    boolean(
+        "drop_remainder",
+        d.drop_remainder,
+        "Leave out the examples of an epoch that do not fill a batch; false: train on a short "
+        "last batch, weighted by its true size.",
+    )
+    flags.DEFINE_list(
+        "augment",
+        "",
+        "Augmentations of training examples, in order: flip, crop, ... or module:function called "
+        "with (example, seed).",
+        flag_values=values,
+    )
+    integer("image_size", None, "Side in pixels to which images are resized (default: as stored).")
+    integer(
+        "num_parallel_calls",
+        None,
+        "Parallel calls of the pipeline's map stages (default, and 0: one per core).",
+        lower=0,
+    )
+    integer(
+        "prefetch_batches",
+        None,
+        "Batches prepared ahead (default, and 0: two chunks of batches).",
+        lower=0,
+    )
+    flags.DEFINE_enum(
+        "on_bad_record",
+        d.on_bad_record,
+        ("fail", "skip"),
+        "What to do with a record that cannot be decoded.",
+        flag_values=values,
+    )
+    boolean(
+        "use_synthetic_data",
+        d.use_synthetic_data,
+        "Feed random examples of the dataset's shapes without reading: the pipeline's ceiling.",
+    )
+    string("data_service", None, "Address of a tf.data service dispatcher.")
+    integer("seed", d.seed, "Seed of weights, data order and augmentation.", lower=0)
+
+
+def config_from_flags(values: flags.FlagValues) -> DataConfig:
+    """Reads the flags that `define_flags` defined.
+
+    Raises:
+      UserError: for values that cannot be honoured.
+    """
+    if values.data_service:
+        raise UserError("--data_service: reading through a tf.data service is not supported yet")
+    fields = {f.name: getattr(values, f.name) for f in dataclasses.fields(DataConfig)}
+    fields["augment"] = tuple(values.augment)
+    for name in ("num_parallel_calls", "prefetch_batches", "eval_split", "input_key", "label_key"):
+        fields[name] = fields[name] or None
+    return DataConfig(**fields)

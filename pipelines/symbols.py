@@ -1,0 +1,44 @@
+"""Finds what a user names on a flag as `package.module:attribute`."""
+
+import importlib
+import os
+import re
+import sys
+from typing import Any
+
+from pipelines.errors import UserError
+
+_SYMBOL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def is_symbol(text: str) -> bool:
+    """Whether `text` has the form `package.module:attribute` (a TFDS `name:1.0.0` has not)."""
+    return bool(_SYMBOL.fullmatch(text))
+
+
+def load_symbol(flag: str, text: str) -> Any:
+    """Imports `package.module:attribute`; the current directory is importable.
+
+    Args:
+      flag: the flag's name, for the error message.
+      text: what the user gave.
+
+    Raises:
+      UserError: if the module or the attribute does not exist, or the module fails to import.
+    """
+    module_name, _, attribute = text.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"--{flag}={text}: cannot import {module_name} from {os.getcwd()} or the installed "
+            f"packages: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, attribute):
+        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise UserError(
+            f"--{flag}={text}: {module_name} has no {attribute!r}; it has {', '.join(names)}"
+        )
+    return getattr(module, attribute)

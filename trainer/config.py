@@ -1,0 +1,287 @@
+"""The job, device, model, optimisation and bookkeeping flags, and the dataclass they become."""
+
+import dataclasses
+
+from absl import flags
+
+from pipelines import UserError, cli
+
+MODES = ("train", "eval", "train_and_eval", "export")
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored")
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """What is trained and how. Field meanings: the help of the flag of that name."""
+
+    mode: str = "train_and_eval"
+    model_dir: str = ""
+    resume: str = "auto"
+    init_from: str | None = None
+    seed: int = 0
+    deterministic: bool = False
+    summary: bool = False
+    strategy: str = "mirrored"
+    num_devices: int = 0
+    logical_devices: int = 0
+    mixed_precision_policy: str = "float32"
+    jit_compile: str = "auto"
+    task: str = "auto"
+    model: str = "auto"
+    loss: str | None = None
+    regularizer: str | None = None
+    metrics: tuple[str, ...] = ()
+    callback: str | None = None
+    label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] = ()
+    l2: float = 0.0
+    hidden_units: tuple[int, ...] = (128,)
+    freeze: str | None = None
+    train_epochs: int | None = None
+    train_steps: int | None = None
+    steps_per_loop: int | None = None
+    optimizer: str = "adam"
+    learning_rate: float | None = None
+    lr_schedule: str = "constant"
+    lr_boundaries: tuple[int, ...] = ()
+    lr_decay_rate: float | None = None
+    lr_decay_steps: int | None = None
+    warmup_steps: int = 0
+    momentum: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
+    grad_clip_norm_per_variable: float | None = None
+    grad_clip_value: float | None = None
+    grad_accum_steps: int = 1
+    ema_decay: float | None = None
+    log_steps: int = 100
+    eval_epochs: int | None = None
+    eval_steps: int | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_secs: float | None = None
+    max_to_keep: int = 3
+    best_metric: str | None = None
+    early_stopping_patience: int | None = None
+    target_metric: str | None = None
+    on_nan: str = "fail"
+    max_rollbacks: int = 3
+    export: bool = True
+    tensorboard: bool = True
+    profile_steps: tuple[int, ...] = ()
+    progress: str = "auto"
+
+    def __post_init__(self):
+        for a, b in (("train_epochs", "train_steps"), ("eval_epochs", "eval_steps")):
+            if getattr(self, a) is not None and getattr(self, b) is not None:
+                raise UserError(f"--{a} and --{b} exclude each other: give one")
+        if self.profile_steps and (
+            len(self.profile_steps) != 2 or not 0 < self.profile_steps[0] <= self.profile_steps[1]
+        ):
+            raise UserError("--profile_steps takes first,last: two steps, counted from 1, in order")
+        if self.init_from and self.resume == "must":
+            raise UserError("--init_from and --resume=must exclude each other: give one")
+
+    @property
+    def training(self) -> bool:
+        """Whether the mode trains."""
+        return self.mode in ("train", "train_and_eval")
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the mode evaluates."""
+        return self.mode in ("eval", "train_and_eval")
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of `TrainConfig` on `values`; --seed belongs to the pipeline's flags."""
+    _define_job(values)
+    _define_devices(values)
+    _define_model(values)
+    _define_optimisation(values)
+    _define_bookkeeping(values)
+
+
+class _Define:
+    """DEFINE_* with the default taken from `TrainConfig` and bounds where asked for."""
+
+    def __init__(self, values: flags.FlagValues):
+        self._values, self._defaults = values, TrainConfig()
+
+    def _kind(self, define, name, text, **kwargs):
+        default = getattr(self._defaults, name)
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        define(name=name, default=default, help=text, flag_values=self._values, **kwargs)
+
+    def string(self, name, text):
+        self._kind(flags.DEFINE_string, name, text)
+
+    def boolean(self, name, text):
+        self._kind(flags.DEFINE_boolean, name, text)
+
+    def integer(self, name, text, lower=1):
+        self._kind(flags.DEFINE_integer, name, text, lower_bound=lower)
+
+    def number(self, name, text, lower=0.0, upper=None):
+        self._kind(flags.DEFINE_float, name, text, lower_bound=lower, upper_bound=upper)
+
+    def choice(self, name, choices, text):
+        self._kind(flags.DEFINE_enum, name, text, enum_values=choices)
+
+    def items(self, name, text):
+        self._kind(flags.DEFINE_list, name, text)
+
+
+def _define_job(values):
+    f = _Define(values)
+    f.choice("mode", MODES, "What to do; eval and export read the newest checkpoint.")
+    f.string("model_dir", "Folder of the run (empty: a new one under runs/).")
+    f.choice(
+        "resume",
+        ("auto", "never", "must"),
+        "auto: go on from the newest checkpoint in --model_dir if there is one; never: refuse a "
+        "folder that holds checkpoints; must: refuse one that holds none.",
+    )
+    f.string("init_from", "Checkpoint (its path without suffix) or .keras file to start from.")
+    f.boolean("deterministic", "TensorFlow's op determinism too; the data order is exact anyway.")
+    f.boolean("summary", "Print the model's layers.")
+
+
+def _define_devices(values):
+    f = _Define(values)
+    f.choice("strategy", STRATEGIES, "How to distribute training.")
+    f.integer("num_devices", "Devices to use (0: all visible).", lower=0)
+    f.integer(
+        "logical_devices",
+        "Split each physical device into this many, to try distribution without GPUs (0: do not).",
+        lower=0,
+    )
+    f.choice("mixed_precision_policy", POLICIES, "Keras dtype policy of the model.")
+    f.choice(
+        "jit_compile",
+        ("auto", "true", "false"),
+        "XLA: with one replica it compiles the whole loop of steps, with several the forward and "
+        "backward pass. auto decides and logs.",
+    )
+
+
+def _define_model(values):
+    f = _Define(values)
+    f.string("task", "auto, classification, regression, gan, or module:Class.")
+    f.string(
+        "model",
+        "auto, mlp, cnn, resnet20, vit_tiny, a keras.applications name, or module:function.",
+    )
+    f.string("loss", "Keras loss name, or module:function called with (labels, outputs).")
+    f.string("regularizer", "module:function called with the model, returning a scalar penalty.")
+    f.items("metrics", "Extra metrics, module:function called with (labels, outputs) -> [batch].")
+    f.string("callback", "module:function called with (event, loop) at begin, step and end.")
+    f.number("label_smoothing", "Share of the label's weight spread over all classes.", upper=1.0)
+    f.items("class_weights", "Weight of each class in the loss, one number per class.")
+    f.number("l2", "L2 penalty: this times the sum of squares of all kernels.")
+    f.items("hidden_units", "Units of each hidden layer of --model=mlp.")
+    f.string("freeze", "Regular expression: layers whose path it finds are not trained.")
+
+
+def _define_optimisation(values):
+    f = _Define(values)
+    f.integer("train_epochs", "Epochs to train in total (default 5).")
+    f.integer("train_steps", "Optimizer updates to train in total, instead of --train_epochs.")
+    f.integer("steps_per_loop", "Most steps in one compiled call (default: about half a second).")
+    f.string("optimizer", "keras.optimizers name, or module:function called with the rate.")
+    f.number("learning_rate", "Peak learning rate (default: the optimizer's own).")
+    f.string(
+        "lr_schedule",
+        "constant, cosine, linear, piecewise, exponential, or module:function called with "
+        "(learning_rate, total_steps).",
+    )
+    f.items("lr_boundaries", "Steps at which piecewise drops (default: at 1/2 and 3/4 of them).")
+    f.number("lr_decay_rate", "Factor of a piecewise drop (0.1) or of --lr_decay_steps (0.96).")
+    f.integer("lr_decay_steps", "Steps of one exponential decay (default: an epoch).")
+    f.integer("warmup_steps", "Steps of a linear rise from 0 before the schedule.", lower=0)
+    f.number("momentum", "Momentum, where the optimizer has one (default: its own).", upper=1.0)
+    f.number("weight_decay", "Decoupled weight decay of kernels; bias and norm are left alone.")
+    f.number("grad_clip_norm", "Largest global norm of the reduced gradient.", lower=1e-30)
+    f.number(
+        "grad_clip_norm_per_variable", "Largest norm of each variable's gradient.", lower=1e-30
+    )
+    f.number("grad_clip_value", "Largest magnitude of a gradient entry.", lower=1e-30)
+    f.integer("grad_accum_steps", "Parts in which a batch passes through the model.")
+    f.number(
+        "ema_decay", "Average weights with this decay; evaluation and export use them.", upper=1.0
+    )
+
+
+def _define_bookkeeping(values):
+    f = _Define(values)
+    f.integer("log_steps", "Steps between train rows.")
+    f.integer("eval_epochs", "Epochs between evaluations (default 1).")
+    f.integer("eval_steps", "Steps between evaluations, instead of --eval_epochs.")
+    f.integer(
+        "checkpoint_steps",
+        "Steps between checkpoints (default: each epoch, at most one a second).",
+    )
+    f.number("checkpoint_secs", "Seconds between checkpoints, beside --checkpoint_steps.")
+    f.integer("max_to_keep", "Checkpoints to keep; the best is kept apart.")
+    f.string("best_metric", "Evaluation metric that chooses the best checkpoint.")
+    f.integer(
+        "early_stopping_patience", "Evaluations without a better --best_metric after which to stop."
+    )
+    f.string("target_metric", "name>=value or name<=value: stop when an evaluation reaches it.")
+    f.choice("on_nan", ("fail", "rollback"), "What to do when loss or gradient are not finite.")
+    f.integer("max_rollbacks", "Rollbacks of --on_nan=rollback before the run fails.")
+    f.boolean("export", "Write export/ at the end of training.")
+    f.boolean("tensorboard", "Write TensorBoard event files.")
+    f.items("profile_steps", "first,last: steps to profile into TensorBoard.")
+    f.choice("progress", ("auto", "true", "false"), "Progress bar; auto: on a terminal.")
+
+
+_ITEM_TYPES = {
+    "class_weights": float,
+    "hidden_units": int,
+    "lr_boundaries": int,
+    "metrics": str,
+    "profile_steps": int,
+}
+
+
+def config_from_flags(values: flags.FlagValues) -> TrainConfig:
+    """Reads the flags that `define_flags` and the pipeline's `define_flags` defined.
+
+    Raises:
+      UserError: for values that cannot be honoured.
+    """
+    fields = {f.name: getattr(values, f.name) for f in dataclasses.fields(TrainConfig)}
+    for name, kind in _ITEM_TYPES.items():
+        try:
+            fields[name] = tuple(kind(item) for item in fields[name])
+        except ValueError:
+            given = ",".join(fields[name])
+            raise UserError(f"--{name}={given}: must be {kind.__name__}s, with commas") from None
+    config = TrainConfig(**fields)
+    _refuse_unused(values, config)
+    return config
+
+
+def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
+    """A flag that this run would ignore is an error, not a surprise."""
+    needs = {
+        "hidden_units": (config.model in ("auto", "mlp"), "--model=mlp"),
+        "lr_boundaries": (config.lr_schedule == "piecewise", "--lr_schedule=piecewise"),
+        "lr_decay_steps": (config.lr_schedule == "exponential", "--lr_schedule=exponential"),
+        "lr_decay_rate": (
+            config.lr_schedule in ("piecewise", "exponential"),
+            "--lr_schedule=piecewise or exponential",
+        ),
+        "max_rollbacks": (config.on_nan == "rollback", "--on_nan=rollback"),
+        "early_stopping_patience": (config.mode == "train_and_eval", "--mode=train_and_eval"),
+        "target_metric": (config.mode == "train_and_eval", "--mode=train_and_eval"),
+        "eval_epochs": (config.mode == "train_and_eval", "--mode=train_and_eval"),
+        "eval_steps": (config.mode == "train_and_eval", "--mode=train_and_eval"),
+        "init_from": (config.training, "a mode that trains"),
+        "strategy": (config.strategy != "multi_worker_mirrored", "one_device or mirrored"),
+    }
+    for name, (used, what) in needs.items():
+        if cli.given(values, name) and not used:
+            raise UserError(f"--{name}={values[name].value}: only has a meaning with {what}")

@@ -1,0 +1,375 @@
+"""One run from its settings to its result: puts the rooms together."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import tensorflow as tf
+
+from pipelines import Data, DataConfig, UserError, load_data, load_symbol
+from trainer import checkpoint, loop, strategy, tasks
+from trainer.checkpoint import CheckpointStore
+from trainer.clock import Clock
+from trainer.config import TrainConfig
+from trainer.report import Report
+from trainer.signals import StopRequest
+from trainer.step import Stepper
+
+_log = logging.getLogger(__name__)
+
+_PROCESS_START = time.time()
+
+# What a resumed run must share with its checkpoint; the rest is honoured as newly given.
+_IDENTITY_OF_TRAINING = (
+    "task model hidden_units loss regularizer label_smoothing class_weights l2 freeze optimizer "
+    "lr_schedule warmup_steps momentum weight_decay ema_decay grad_clip_norm "
+    "grad_clip_norm_per_variable grad_clip_value mixed_precision_policy"
+).split()
+_IDENTITY_OF_DATA = (
+    "train_split input_key label_key batch_size shuffle drop_remainder augment image_size seed"
+).split()
+_IDENTITY_OF_MODEL = ("task", "model", "hidden_units", "mixed_precision_policy", "ema_decay")
+
+
+@dataclasses.dataclass
+class Job:
+    """A run's parts, built by `open_job`."""
+
+    config: TrainConfig
+    data_config: DataConfig
+    model_dir: pathlib.Path
+    stop: StopRequest
+    clock: Clock = dataclasses.field(default_factory=Clock)
+
+    def __post_init__(self):
+        self.checkpoints = CheckpointStore(self.model_dir / "checkpoints", self.config.max_to_keep)
+        self.best = CheckpointStore(self.model_dir / "best", 1)
+        self.report = Report(self.model_dir, self.config.tensorboard)
+
+    def run(self) -> dict[str, Any]:
+        """Does what --mode says and returns the content of result.json.
+
+        Raises:
+          UserError, Stopped.
+        """
+        manifest = self._manifest()
+        strategy.set_up_process(self.config)
+        self.strategy = strategy.make_strategy(self.config)
+        self._check_batch_size()
+        self.data = self._load_data(manifest)
+        self.stop.raise_if_received()
+        with self.strategy.scope():
+            self._build()
+            self.clock.add("startup", time.time() - _PROCESS_START)
+            self._start(manifest)
+            if self.config.training:
+                self._train()
+            elif self.config.mode == "eval":
+                self._evaluate_once()
+            if self.config.mode == "export" or (self.config.training and self.config.export):
+                self._export()
+        self.report.close()
+        result = self._result()
+        if self.config.mode != "export":
+            text = json.dumps(result, indent=1)
+            checkpoint.write_atomically(self.model_dir / "result.json", text)
+        return result
+
+    # Opening.
+
+    def _manifest(self) -> dict[str, Any] | None:
+        """The checkpoint to go on from, checked against the settings as far as they tell."""
+        config = self.config
+        if self.checkpoints.holds_foreign_files() and not (self.model_dir / "flags.txt").exists():
+            raise UserError(
+                f"--model_dir={self.model_dir}: holds checkpoints that this package did not write"
+            )
+        manifest = self.checkpoints.newest()
+        if manifest and config.resume == "never":
+            raise UserError(
+                f"--resume=never: {self.model_dir} holds a checkpoint of step {manifest['step']}"
+            )
+        if not manifest and (config.resume == "must" or not config.training):
+            raise UserError(f"--model_dir={self.model_dir}: holds no checkpoint to read")
+        if manifest:
+            where = f"checkpoint {manifest['step']} in {self.model_dir}"
+            checkpoint.check_identity(manifest["identity"], self._identity_of_flags(), where)
+        return manifest
+
+    def _identity_of_flags(self) -> dict[str, Any]:
+        names = _IDENTITY_OF_TRAINING if self.config.training else _IDENTITY_OF_MODEL
+        identity = {name: getattr(self.config, name) for name in names}
+        if self.config.training:
+            identity |= {name: getattr(self.data_config, name) for name in _IDENTITY_OF_DATA}
+        return identity
+
+    def _identity(self) -> dict[str, Any]:
+        return {**self._identity_of_flags(), "dataset": f"{self.data.name}:{self.data.version}"}
+
+    def _check_batch_size(self) -> None:
+        replicas, parts = self.strategy.num_replicas_in_sync, self.config.grad_accum_steps
+        size = self.data_config.batch_size
+        if self.config.training and size % (replicas * parts):
+            raise UserError(
+                f"--batch_size={size} cannot be split evenly over {replicas} replicas"
+                + (f" x {parts} accumulation steps" if parts > 1 else "")
+            )
+
+    def _load_data(self, manifest: dict[str, Any] | None) -> Data:
+        config = self.data_config
+        if manifest and config.num_classes is None and not self.config.training:
+            config = dataclasses.replace(config, num_classes=manifest["state"]["num_classes"])
+        size = config.eval_batch_size or config.batch_size
+        replicas = self.strategy.num_replicas_in_sync
+        config = dataclasses.replace(config, eval_batch_size=-(-size // replicas) * replicas)
+        return load_data(
+            config,
+            training=self.config.training,
+            evaluating=self.config.evaluating,
+            numeric_labels=self.config.task == "regression",
+        )
+
+    def _build(self) -> None:
+        data, config = self.data, self.config
+        steps_per_epoch = data.train.steps_per_epoch if data.train else 1
+        epochs = 5 if config.train_epochs is None else config.train_epochs
+        total_steps = config.train_steps or epochs * steps_per_epoch
+        self.task = tasks.make_task(config, data.spec, total_steps, steps_per_epoch)
+        if config.summary:
+            for model in self.task.models.values():
+                model.summary()
+        self.stepper = Stepper(self.task, self.strategy, config)
+        callback = config.callback and load_symbol("callback", config.callback)
+        self.loop = loop.Loop(
+            config,
+            self.task,
+            self.stepper,
+            data.train,
+            data.evaluation,
+            self.report,
+            self.clock,
+            self.stop,
+            self._save,
+            self.checkpoints,
+            self.best,
+            callback,
+        )
+
+    def _start(self, manifest: dict[str, Any] | None) -> None:
+        """Compiles, then restores: what the traced steps touch is known by then."""
+        if self.config.training:
+            with self.clock.timing("compile"):
+                self.stepper.compile(self.data.train.element_spec())
+        self._variables = collect_variables(self.task, self.stepper)
+        if manifest:
+            where = f"checkpoint {manifest['step']} in {self.model_dir}"
+            if self.config.training:
+                checkpoint.check_identity(manifest["identity"], self._identity(), where)
+            self._restore(manifest)
+        elif self.config.init_from:
+            tasks.warm_start(self.task, self.config.init_from)
+
+    def _restore(self, manifest: dict[str, Any]) -> None:
+        step = manifest["step"]
+        variables = self._variables
+        if not self.config.training:
+            variables = {k: v for k, v in variables.items() if k.startswith("models.")}
+        self.checkpoints.restore(step, variables, exact=self.config.training)
+        self.loop.restore(step, manifest["state"])
+        if self.config.training:
+            tasks.set_learning_rates(self.task)
+            self.report.rewind(step)
+            _log.info("resumed at step %d", step)
+
+    # Doing.
+
+    def _train(self) -> None:
+        while True:
+            try:
+                self.loop.train()
+                return
+            except loop.NotFinite as error:
+                self._roll_back(error)
+
+    def _roll_back(self, error: loop.NotFinite) -> None:
+        """Returns to the newest checkpoint with another data order, or gives up."""
+        rollbacks = self.loop.progress.rollbacks + 1
+        if self.config.on_nan == "fail" or rollbacks > self.config.max_rollbacks:
+            raise UserError(f"{error}; lower --learning_rate or set --grad_clip_norm") from error
+        manifest = self.checkpoints.newest()
+        if manifest is None:
+            raise UserError(f"{error}; there is no checkpoint to roll back to yet") from error
+        _log.warning(
+            "%s: rolling back to step %d with another data order (%d of %d)",
+            error,
+            manifest["step"],
+            rollbacks,
+            self.config.max_rollbacks,
+        )
+        self._restore(manifest)
+        self.loop.roll_back(rollbacks)
+
+    def _evaluate_once(self) -> None:
+        row = self.loop.evaluate()
+        self.loop.progress.last_eval = row
+        self.report.replace_eval(row)
+
+    def _export(self) -> None:
+        with loop.averaged_weights(self.task):
+            self.task.export(str(self.model_dir / "export"))
+        weights = "averaged" if loop.uses_average(self.task) else "raw"
+        _log.info("exported the %s weights to %s", weights, self.model_dir / "export")
+
+    def _save(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
+        state = {**state, "num_classes": self.data.spec.num_classes}
+        store.save(step, self._variables, self._identity(), state)
+
+    def _result(self) -> dict[str, Any]:
+        progress, clock = self.loop.progress, self.clock
+        train_secs = clock.total("train")
+        models = self.task.models.values()
+        return {
+            "steps": self.loop.step,
+            "epochs": self.loop.step / self.task.steps_per_epoch,
+            "eval": _without(progress.last_eval, "split"),
+            "best": _without(progress.best, "split"),
+            "examples_per_sec": progress.train_examples / train_secs if train_secs else 0.0,
+            **{f"{kind}_secs": clock.total(kind) for kind in ("startup", "compile", "train")},
+            **{f"{kind}_secs": clock.total(kind) for kind in ("eval", "checkpoint")},
+            "input_wait": clock.total("input") / train_secs if train_secs else 0.0,
+            "stop_reason": progress.stop_reason,
+            "strategy": self.config.strategy,
+            "replicas": self.strategy.num_replicas_in_sync,
+            "devices": strategy.describe_devices(self.strategy),
+            "dataset": {
+                "name": self.data.name,
+                "version": self.data.version,
+                "train_examples": self.data.train.num_examples if self.data.train else None,
+                "eval_examples": self.data.evaluation and self.data.evaluation.num_examples,
+            },
+            "parameters": sum(model.count_params() for model in models),
+            "versions": versions(),
+            "model_dir": str(self.model_dir),
+            "finished": True,
+        }
+
+
+def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
+    return row and {k: v for k, v in row.items() if k != key}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a figure depends on."""
+    packages = ("tensorflow", "keras", "tensorflow_datasets")
+    return {"python": platform.python_version(), **{p: metadata.version(p) for p in packages}}
+
+
+def collect_variables(task: tasks.Task, stepper: Stepper) -> dict[str, tf.Variable]:
+    """Every variable that a resumed run needs, by a name that does not depend on the process.
+
+    Those of models and optimizers by place and name; then whatever else the traced steps read or
+    write, such as the random state of a layer or of Keras as a whole.
+    """
+    found: dict[str, tf.Variable] = {"step": task.step}
+
+    def add(prefix, variables):
+        for index, variable in enumerate(variables):
+            found[f"{prefix}.{index:03d}.{variable.name}"] = variable.value
+
+    for name, model in task.models.items():
+        add(f"models.{name}", model.variables)
+    for update in task.updates:
+        add(f"optimizers.{update.name}", update.optimizer.variables)
+    found["train_sums"] = stepper.train_sums.variable
+    for name, scale in stepper.scales.items():
+        found[f"loss_scale.{name}.value"] = scale.value
+        found[f"loss_scale.{name}.good_steps"] = scale.good_steps
+        found[f"loss_scale.{name}.overflow_steps"] = scale.overflow_steps
+    known = {id(v) for v in found.values()} | {id(stepper.first_bad_step)}
+    others = [v for v in stepper.traced_variables() if id(v) not in known]
+    for index, variable in enumerate(others):
+        found[f"others.{index:03d}"] = variable
+    return found
+
+
+def run(
+    config: TrainConfig,
+    data_config: DataConfig,
+    flags_text: str = "",
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
+    """Runs one job in --model_dir, alone, and returns the content of result.json.
+
+    Args:
+      config: what is trained and how.
+      data_config: on which data.
+      flags_text: a flagfile that reproduces the run, written to flags.txt.
+      stop: where a wish to stop arrives.
+
+    Raises:
+      UserError: for what the user can mend.
+      Stopped: after a signal.
+    """
+    model_dir = _open_model_dir(config)
+    with _locked(model_dir):
+        if config.training:
+            checkpoint.write_atomically(model_dir / "flags.txt", flags_text)
+        job = Job(config, data_config, model_dir, stop or StopRequest())
+        try:
+            return job.run()
+        finally:
+            job.report.close()
+
+
+def _open_model_dir(config: TrainConfig) -> pathlib.Path:
+    if config.model_dir:
+        path = pathlib.Path(config.model_dir)
+        if not config.training and not path.is_dir():
+            raise UserError(f"--model_dir={path}: no such folder")
+    elif config.training:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        path = pathlib.Path("runs") / f"{now}-{os.getpid()}"
+    else:
+        raise UserError(f"--mode={config.mode} needs --model_dir, the folder of a trained run")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--model_dir={path}: cannot write there: {error.strerror}") from error
+    return path
+
+
+@contextlib.contextmanager
+def _locked(model_dir: pathlib.Path) -> Iterator[None]:
+    """Keeps other runs out of the folder; the lock dies with its owner."""
+    try:
+        import fcntl
+    except ImportError:
+        _log.warning("%s: no file locks on this system: start no second run there", model_dir)
+        yield
+        return
+    with open(model_dir / ".lock", "a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            raise UserError(
+                f"--model_dir={model_dir}: in use by another run (process {handle.read() or '?'})"
+            ) from None
+        except OSError:
+            _log.warning("%s: its file system has no locks: start no second run there", model_dir)
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield

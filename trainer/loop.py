@@ -1,0 +1,426 @@
+"""The outer loop: compiled calls from one boundary to the next, and what happens at boundaries."""
+
+import contextlib
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tqdm import tqdm
+
+from pipelines import Pipeline, UserError
+from trainer import optim
+from trainer.checkpoint import CheckpointStore
+from trainer.clock import Clock
+from trainer.config import TrainConfig
+from trainer.report import Report, describe
+from trainer.signals import StopRequest
+from trainer.step import Stepper
+from trainer.tasks.base import Task
+
+_log = logging.getLogger(__name__)
+
+_CALL_SECS = 0.5  # a signal is answered between calls, so a call stays short
+_MIN_CHECKPOINT_GAP_SECS = 1.0
+
+
+class NotFinite(Exception):
+    """A loss or gradient was not finite at `step`."""
+
+    def __init__(self, step: int, variable: str):
+        super().__init__(f"step {step}: loss or gradient is not finite, first in {variable}")
+        self.step, self.variable = step, variable
+
+
+@dataclasses.dataclass
+class Progress:
+    """What the host knows about a run beside its variables; saved with each checkpoint."""
+
+    best: dict[str, Any] | None = None
+    evals_without_gain: int = 0
+    stop_reason: str | None = None
+    total_steps: int = 0
+    rollbacks: int = 0
+    last_eval: dict[str, Any] | None = None
+    train_examples: float = 0.0
+
+
+class Loop:
+    """Trains a task to the end, evaluating, reporting and saving on the way.
+
+    Attributes:
+      step: finished training steps.
+      progress: see `Progress`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        stepper: Stepper,
+        train: Pipeline | None,
+        evaluation: Pipeline | None,
+        report: Report,
+        clock: Clock,
+        stop: StopRequest,
+        save_fn: Callable[[CheckpointStore, int, dict[str, Any]], None],
+        checkpoints: CheckpointStore,
+        best: CheckpointStore,
+        callback: Callable[[str, "Loop"], None] | None = None,
+    ):
+        self.config, self.task, self.stepper = config, task, stepper
+        self.train_pipeline, self.eval_pipeline = train, evaluation
+        self._given_pipeline = train
+        self.report, self.clock, self.stop = report, clock, stop
+        self._save_fn, self._checkpoints, self._best = save_fn, checkpoints, best
+        self._callback = callback or (lambda event, loop: None)
+        self.step = 0
+        self.progress = Progress(total_steps=task.total_steps)
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        self._call_steps = 1
+        self._profiling = False
+
+    # State.
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the host's side."""
+        return {"progress": dataclasses.asdict(self.progress), "clock": self.clock.state()}
+
+    def restore(self, step: int, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint whose variables are restored."""
+        self.step = self._saved_step = step
+        self.progress = Progress(**state["progress"])
+        self.clock.restore(state["clock"])
+        if self.progress.total_steps != self.task.total_steps:
+            self.progress.stop_reason = None
+            self.progress.total_steps = self.task.total_steps
+        self._use_data_order_of_rollback()
+
+    def roll_back(self, rollbacks: int) -> None:
+        """After a restore: trains on in another data order, counted by `rollbacks`."""
+        self.progress.rollbacks = rollbacks
+        self.stepper.first_bad_step.assign(-1)
+        self._use_data_order_of_rollback()
+
+    def _use_data_order_of_rollback(self) -> None:
+        if self.progress.rollbacks:
+            self.train_pipeline = self._given_pipeline.reseeded(self.progress.rollbacks)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.step >= self.task.total_steps or self.progress.stop_reason is not None
+
+    # Training.
+
+    def train(self) -> None:
+        """Trains to the end.
+
+        Raises:
+          Stopped: after a signal, with a checkpoint of the current step saved.
+          NotFinite: when loss or gradient are not.
+        """
+        self._callback("begin", self)
+        chunks = _Chunks(self.train_pipeline, self.step)
+        with self._progress_bar() as bar:
+            self._stop_if_asked()
+            if self._is_due(self._eval_every) and self._unevaluated():
+                self._evaluate_and_judge()  # due when the run was stopped
+            while not self.finished:
+                count = self._run_call(chunks)
+                bar.update(count)
+                self._at_boundary()
+                self._callback("step", self)
+                self._stop_if_asked()
+        self._set_profiling(False)
+        self._save()
+        self._callback("end", self)
+
+    def _run_call(self, chunks: "_Chunks") -> int:
+        """Trains up to the next boundary, as far as one call reaches; returns the steps taken."""
+        start = time.perf_counter()
+        with self.clock.timing("train"):
+            with self.clock.timing("input"):
+                chunk, first, available = chunks.current()
+            limit = self.config.steps_per_loop or self._call_steps
+            count = min(available, limit, self._steps_to_boundary())
+            self.stepper.train(chunk, first, count)
+            bad_step = int(self.stepper.first_bad_step.numpy())
+        chunks.advance(count)
+        self.step += count
+        if bad_step >= 0:
+            raise NotFinite(bad_step, self._first_bad_variable())
+        secs_per_step = (time.perf_counter() - start) / count
+        reachable = max(1, int(_CALL_SECS / max(secs_per_step, 1e-9)))
+        self._call_steps = min(reachable, 2 * self._call_steps)
+        return count
+
+    def _steps_to_boundary(self) -> int:
+        everies = [self.config.log_steps, self._eval_every, self._checkpoint_every]
+        stops = [every - self.step % every for every in everies if every]
+        if self.config.profile_steps:
+            first, last = self.config.profile_steps
+            stops += [edge - self.step for edge in (first - 1, last) if edge > self.step]
+        return min([*stops, self.task.total_steps - self.step])
+
+    def _at_boundary(self) -> None:
+        last = self.step >= self.task.total_steps
+        if self.step % self.config.log_steps == 0 or last:
+            self._log_row()
+        if self._eval_every and (self._is_due(self._eval_every) or last):
+            self._evaluate_and_judge()
+            if self.progress.stop_reason and not last and self.step % self.config.log_steps:
+                self._log_row()
+        if self._checkpoint_due():
+            self._save()
+        if self.config.profile_steps:
+            first, end = self.config.profile_steps
+            self._set_profiling(first - 1 <= self.step < end)
+
+    def _is_due(self, every: int | None) -> bool:
+        return bool(every) and self.step > 0 and self.step % every == 0
+
+    @property
+    def _eval_every(self) -> int | None:
+        if self.config.mode != "train_and_eval":
+            return None
+        return self.config.eval_steps or (self.config.eval_epochs or 1) * self.task.steps_per_epoch
+
+    @property
+    def _checkpoint_every(self) -> int | None:
+        if self.config.checkpoint_steps:
+            return self.config.checkpoint_steps
+        return None if self.config.checkpoint_secs else self.task.steps_per_epoch
+
+    def _checkpoint_due(self) -> bool:
+        waited = time.monotonic() - self._saved_at
+        if self.config.checkpoint_secs and waited >= self.config.checkpoint_secs:
+            return True
+        if not self._is_due(self._checkpoint_every):
+            return False
+        return bool(self.config.checkpoint_steps) or waited >= _MIN_CHECKPOINT_GAP_SECS
+
+    def _stop_if_asked(self) -> None:
+        if self.stop.signum is not None:
+            self._set_profiling(False)
+            self._save()
+            _log.info("stopped by a signal at step %d, saved", self.step)
+            self.stop.raise_if_received()
+
+    def _save(self) -> None:
+        if self._saved_step == self.step:
+            return
+        with self.clock.timing("checkpoint"):
+            self.report.flush()
+            self._save_fn(self._checkpoints, self.step, self.state())
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+
+    def _first_bad_variable(self) -> str:
+        for model in self.task.models.values():
+            for variable in model.trainable_variables:
+                if not np.isfinite(variable.numpy()).all():
+                    return variable.path
+        return "the loss (all variables are finite)"
+
+    # Reports.
+
+    def _log_row(self) -> None:
+        means, counts = self.stepper.train_sums.read()
+        self.stepper.train_sums.reset()
+        examples = counts.pop("examples", 0.0)
+        means.pop("examples", None)
+        secs = self.clock.window("train")
+        self.progress.train_examples += examples
+        row = {
+            "split": "train",
+            "step": self.step,
+            "epoch": self.step / self.task.steps_per_epoch,
+            **means,
+            **self._rates(),
+            "examples": round(examples),
+            "seconds": secs,
+            "examples_per_sec": examples / secs if secs else 0.0,
+            "input_wait": self.clock.window("input") / secs if secs else 0.0,
+            **self._overflows(),
+        }
+        self.clock.start_window()
+        self.report.write(row)
+        _log.info("%s", describe(row, self.task.total_steps))
+
+    def _rates(self) -> dict[str, float]:
+        rates = {}
+        for update in self.task.updates:
+            prefix = "" if update.name == "model" else f"{update.name}_"
+            applied = int(update.optimizer.iterations.numpy())
+            rates[prefix + "learning_rate"] = optim.rate_at(update.optimizer, max(0, applied - 1))
+        return rates
+
+    def _overflows(self) -> dict[str, int]:
+        if not self.stepper.scales:
+            return {}
+        total = sum(int(s.overflow_steps.numpy()) for s in self.stepper.scales.values())
+        return {"overflow_steps": total}
+
+    @contextlib.contextmanager
+    def _progress_bar(self) -> Iterator[tqdm]:
+        disable = {"auto": None, "true": False, "false": True}[self.config.progress]
+        with tqdm(
+            total=self.task.total_steps,
+            initial=self.step,
+            unit="step",
+            desc="training",
+            disable=disable,
+            dynamic_ncols=True,
+            leave=False,
+        ) as bar:
+            yield bar
+
+    def _set_profiling(self, on: bool) -> None:
+        if on and not self._profiling:
+            tf.profiler.experimental.start(str(self.report.events_dir))
+        elif self._profiling and not on:
+            tf.profiler.experimental.stop()
+        self._profiling = on
+
+    # Evaluation.
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluates the whole split; returns the row, not yet written.
+
+        Raises:
+          Stopped: after a signal, with a checkpoint of the current step saved.
+        """
+        sums = self.stepper.eval_sums
+        with self.clock.timing("eval"), averaged_weights(self.task):
+            start = time.perf_counter()
+            sums.reset()
+            for chunk, count in self.eval_pipeline.chunks(num_epochs=1):
+                self.stepper.evaluate(chunk, count)
+                if self.stop.signum is not None:
+                    break
+            means, counts = sums.read()
+            means.pop("examples", None)
+            if self.stop.signum is None:
+                means = self.task.finish_evaluation(means)
+            secs = time.perf_counter() - start
+        if self.stop.signum is not None:
+            self._stop_in_evaluation()
+        return {
+            "split": "eval",
+            "step": self.step,
+            **means,
+            "examples": round(counts.get("examples", 0.0)),
+            "seconds": secs,
+            "weights": "average" if uses_average(self.task) else "raw",
+        }
+
+    def _stop_in_evaluation(self) -> None:
+        if self.config.training:
+            self._stop_if_asked()
+        self.stop.raise_if_received()
+
+    def _unevaluated(self) -> bool:
+        row = self.progress.last_eval
+        return row is None or row["step"] != self.step
+
+    def _evaluate_and_judge(self) -> None:
+        row = self.evaluate()
+        self.report.write(row)
+        _log.info("%s", describe(row, self.task.total_steps))
+        self.progress.last_eval = row
+        metric = self.config.best_metric or self.task.best_metric
+        if metric not in row:
+            raise UserError(f"--best_metric={metric}: evaluation yields {_metric_names(row)}")
+        if self.progress.best is None or _is_better(metric, row, self.progress.best):
+            self.progress.best = row
+            self.progress.evals_without_gain = 0
+            with self.clock.timing("checkpoint"):
+                self._save_fn(self._best, self.step, self.state())
+        else:
+            self.progress.evals_without_gain += 1
+        self.progress.stop_reason = self._reason_to_stop(row)
+        if self.progress.stop_reason:
+            _log.info("stopping at step %d: %s", self.step, self.progress.stop_reason)
+
+    def _reason_to_stop(self, row: dict[str, Any]) -> str | None:
+        patience = self.config.early_stopping_patience
+        if patience and self.progress.evals_without_gain >= patience:
+            return f"{patience} evaluations without a better result"
+        if self.config.target_metric:
+            name, sign, value = parse_target(self.config.target_metric)
+            if name not in row:
+                raise UserError(f"--target_metric={name}: evaluation yields {_metric_names(row)}")
+            if row[name] >= value if sign == ">=" else row[name] <= value:
+                return f"{name} reached {self.config.target_metric}"
+        return None
+
+
+class _Chunks:
+    """Walks the training pipeline in calls shorter than a chunk."""
+
+    def __init__(self, pipeline: Pipeline, first_step: int):
+        self._iterator = pipeline.chunks(first_step)
+        self._chunk, self._first, self._count = None, 0, 0
+
+    def current(self) -> tuple[dict[str, tf.Tensor], int, int]:
+        """(chunk, first unused batch in it, number of unused batches)."""
+        if self._first == self._count:
+            self._chunk, self._count = next(self._iterator)
+            self._first = 0
+        return self._chunk, self._first, self._count - self._first
+
+    def advance(self, count: int) -> None:
+        """Marks batches as used."""
+        self._first += count
+
+
+def uses_average(task: Task) -> bool:
+    """Whether evaluation and export use averaged weights."""
+    return any(update.optimizer.use_ema for update in task.updates)
+
+
+@contextlib.contextmanager
+def averaged_weights(task: Task) -> Iterator[None]:
+    """Puts the weights' moving averages in their place inside, where --ema_decay keeps some."""
+    averaging = [update for update in task.updates if update.optimizer.use_ema]
+    raw = [[v.numpy() for v in update.variables] for update in averaging]
+    for update in averaging:
+        update.optimizer.finalize_variable_values(update.variables)
+    try:
+        yield
+    finally:
+        for update, values in zip(averaging, raw, strict=True):
+            for variable, value in zip(update.variables, values, strict=True):
+                variable.assign(value)
+
+
+def parse_target(text: str) -> tuple[str, str, float]:
+    """Splits 'name>=value' or 'name<=value'.
+
+    Raises:
+      UserError: if it is neither.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
+    try:
+        return match[1], match[2], float(match[3])
+    except (TypeError, ValueError):
+        raise UserError(f"--target_metric={text}: must be name>=value or name<=value") from None
+
+
+_LOWER_IS_BETTER = re.compile(r"loss|mse|mae|error|score|perplexity", re.IGNORECASE)
+
+
+def _is_better(metric: str, row: dict[str, Any], best: dict[str, Any]) -> bool:
+    if _LOWER_IS_BETTER.search(metric):
+        return row[metric] < best[metric]
+    return row[metric] > best[metric]
+
+
+def _metric_names(row: dict[str, Any]) -> str:
+    skipped = {"split", "step", "examples", "seconds", "weights"}
+    return ", ".join(name for name in row if name not in skipped)

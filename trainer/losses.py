@@ -1,0 +1,83 @@
+"""Losses per example, by name. To bring another one: --loss=module:function."""
+
+import inspect
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from pipelines import UserError, is_symbol, load_symbol
+
+LossFn = Callable[..., tf.Tensor]
+
+
+def make_loss_fn(name: str) -> LossFn:
+    """Finds a loss.
+
+    Args:
+      name: a keras.losses name such as huber, or module:function. A user's function is called with
+        the labels as the dataset stores them, the outputs as the model returns them and, where it
+        has parameters of these names, `model` and `step`.
+
+    Returns:
+      A function of (labels, outputs, model, step) that returns float32 [batch].
+
+    Raises:
+      UserError: for an unknown name.
+    """
+    fn = load_symbol("loss", name) if is_symbol(name) else _keras_loss(name)
+    extra = [p for p in ("model", "step") if p in _parameters(fn)]
+
+    def loss_fn(labels, outputs, model, step):
+        offered = {"model": model, "step": step}
+        loss = tf.convert_to_tensor(fn(labels, outputs, **{p: offered[p] for p in extra}))
+        if loss.shape.rank == 2 and loss.shape[1] == 1:
+            loss = loss[:, 0]
+        if loss.shape.rank != 1 or not loss.shape.is_compatible_with(labels.shape[:1]):
+            raise UserError(
+                f"--loss={name}: must return one loss per example, shape "
+                f"[{labels.shape[0]}], not {loss.shape}"
+            )
+        return tf.cast(loss, tf.float32)
+
+    return loss_fn
+
+
+def _keras_loss(name: str) -> LossFn:
+    functions = {
+        key: fn
+        for key, fn in vars(keras.losses).items()
+        if inspect.isfunction(fn) and key not in ("get", "serialize", "deserialize")
+    }
+    key = name.lower()
+    if key not in functions:
+        try:  # a class name such as MeanSquaredError has a function behind it
+            key = keras.losses.get(name).fn.__name__
+        except (ValueError, AttributeError):
+            raise UserError(
+                f"--loss={name}: unknown; choose one of {', '.join(sorted(functions))}, or "
+                "module:function"
+            ) from None
+    fn = functions[key]
+
+    def loss_fn(labels, outputs):
+        kwargs = {"from_logits": True} if "from_logits" in _parameters(fn) else {}
+        if outputs.shape.num_elements() == labels.shape.num_elements():
+            # As rows: Keras losses average over the last axis, and [batch] against [batch, 1]
+            # would broadcast to [batch, batch].
+            labels, outputs = rows(labels), rows(outputs)
+        return tf.reduce_mean(rows(fn(labels, outputs, **kwargs)), axis=1)
+
+    return loss_fn
+
+
+def rows(values: tf.Tensor) -> tf.Tensor:
+    """Reshapes [batch, ...] to [batch, n]."""
+    return tf.reshape(values, [values.shape[0], -1])
+
+
+def _parameters(fn: Callable) -> set[str]:
+    try:
+        return set(inspect.signature(fn).parameters)
+    except ValueError:  # a builtin without a signature
+        return set()

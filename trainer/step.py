@@ -1,0 +1,180 @@
+"""The compiled loops: many training or evaluation steps over one chunk of batches in one call."""
+
+import logging
+
+import keras
+import tensorflow as tf
+
+from pipelines import WEIGHT, UserError
+from trainer import gradients as gradients_lib
+from trainer.config import TrainConfig
+from trainer.gradients import GradientSettings, LossScale
+from trainer.sums import MetricSums
+from trainer.tasks.base import Batch, Task
+
+_log = logging.getLogger(__name__)
+
+_NO_STEP = -1
+
+
+class Stepper:
+    """Runs a task's steps on all replicas. Create inside the strategy's scope.
+
+    Attributes:
+      train_sums, eval_sums: metrics since they were last reset.
+      first_bad_step: int64 variable, the first step whose gradient was not finite, -1 for none.
+    """
+
+    def __init__(self, task: Task, strategy: tf.distribute.Strategy, config: TrainConfig):
+        self.task, self.strategy = task, strategy
+        self.train_sums, self.eval_sums = MetricSums("train_sums"), MetricSums("eval_sums")
+        self.first_bad_step = tf.Variable(
+            _NO_STEP, dtype=tf.int64, trainable=False, name="bad_step"
+        )
+        self.scales: dict[str, LossScale] = {}
+        if config.mixed_precision_policy == "mixed_float16":
+            self.scales = {update.name: LossScale(update.name) for update in task.updates}
+        one_replica = strategy.num_replicas_in_sync == 1
+        jit = choose_jit(config.jit_compile, task, strategy.num_replicas_in_sync)
+        self._settings = GradientSettings.from_config(config, jit and not one_replica)
+        self.jit = jit
+        self._train = tf.function(self._train_steps, jit_compile=(jit and one_replica) or None)
+        self._eval = tf.function(self._eval_steps)
+        self._traced = None
+
+    def train(self, chunk: Batch, first: int, count: int) -> None:
+        """Trains on batches [first, first + count) of a chunk of tensors [k, batch_size, ...]."""
+        # Tensors, not Python numbers: a number would be traced anew for each value.
+        self._train(chunk, tf.constant(first, tf.int32), tf.constant(count, tf.int32))
+
+    def evaluate(self, chunk: Batch, count: int) -> None:
+        """Adds the first `count` batches of a chunk to `eval_sums`."""
+        self._eval(chunk, tf.constant(count, tf.int32))
+
+    def compile(self, element_spec: dict[str, tf.TensorSpec], evaluating: bool = False) -> None:
+        """Traces and compiles for chunks of these types, by a call of no steps."""
+        chunk = {key: tf.zeros(spec.shape, spec.dtype) for key, spec in element_spec.items()}
+        if evaluating:
+            self.evaluate(chunk, 0)
+            return
+        self.train(chunk, 0, 0)
+        zero = tf.constant(0, tf.int32)
+        self._traced = self._train.get_concrete_function(chunk, zero, zero)
+
+    def traced_variables(self) -> list[tf.Variable]:
+        """Every variable that the compiled training steps read or write, whoever made it."""
+        variables = self._traced.graph.variables if self._traced else ()
+        whole = {}
+        for variable in variables:
+            owner = getattr(variable, "_distributed_container", lambda v=variable: v)()
+            whole[id(owner)] = owner
+        return list(whole.values())
+
+    def _train_steps(self, chunk: Batch, first: tf.Tensor, count: tf.Tensor) -> None:
+        # A while_loop and gather: XLA would compile a range or a slice anew for each length.
+        def body(index):
+            self._train_step({key: tf.gather(t, index) for key, t in chunk.items()})
+            return [index + 1]
+
+        tf.while_loop(lambda index: index < first + count, body, [first], parallel_iterations=1)
+
+    def _train_step(self, batch: Batch) -> None:
+        rows = self.strategy.run(self._replica_rows, (batch,))
+        total_weight = tf.reduce_sum(batch[WEIGHT])
+        finite_step = tf.constant(True)
+        for update in self.task.updates:
+            finite_step &= self._update(update, rows, total_weight)
+        self.strategy.run(self.task.after_step)
+        bad = tf.logical_and(~finite_step, tf.equal(self.first_bad_step, _NO_STEP))
+        self.task.step.assign_add(1)
+        self.first_bad_step.assign(tf.where(bad, self.task.step, self.first_bad_step))
+
+    def _update(self, update, rows, total_weight) -> tf.Tensor:
+        """Takes one update; returns whether the run may go on, a scalar bool."""
+        scale = self.scales.get(update.name)
+
+        def gradients(batch):
+            result = gradients_lib.reduced_gradients(
+                update, batch, total_weight, self._settings, scale, self.train_sums
+            )
+            if update is self.task.updates[0]:
+                self.train_sums.add("examples", tf.ones_like(batch[WEIGHT]), batch[WEIGHT])
+            self.train_sums.commit()
+            return result
+
+        grads, finite = self.strategy.run(gradients, (rows,))
+        finite = self.strategy.experimental_local_results(finite)[0]
+
+        def apply():
+            self.strategy.run(lambda g: gradients_lib.apply(update, g), (grads,))
+
+        if scale is None:
+            apply()
+            return finite
+        # Outside of replicas: a branch inside one may not communicate.
+        tf.cond(finite, lambda: (apply(), scale.grow())[1], scale.shrink)
+        return tf.constant(True)
+
+    def _eval_steps(self, chunk: Batch, count: tf.Tensor) -> None:
+        def body(index):
+            batch = {key: tf.gather(t, index) for key, t in chunk.items()}
+            self.strategy.run(self._replica_eval, (batch,))
+            return [index + 1]
+
+        tf.while_loop(lambda index: index < count, body, [0], parallel_iterations=1)
+
+    def _replica_eval(self, batch: Batch) -> None:
+        batch = self._replica_rows(batch)
+        for name, values in self.task.evaluate(batch).items():
+            self.eval_sums.add(name, values, batch[WEIGHT])
+        self.eval_sums.add("examples", tf.ones_like(batch[WEIGHT]), batch[WEIGHT])
+        self.eval_sums.commit()
+
+    def _replica_rows(self, batch: Batch) -> Batch:
+        """This replica's contiguous slice of a batch, cut on the host."""
+        context = tf.distribute.get_replica_context()
+        count = context.num_replicas_in_sync
+        if count == 1:
+            return batch
+        replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+        cut = {}
+        for key, tensor in batch.items():
+            size = tensor.shape[0] // count
+            with tf.device("cpu:0"):
+                rows = tensor[replica * size : (replica + 1) * size]
+            cut[key] = tf.ensure_shape(rows, [size, *tensor.shape[1:]])
+        return cut
+
+
+def choose_jit(flag: str, task: Task, num_replicas: int) -> bool:
+    """Decides on XLA and says why.
+
+    Raises:
+      UserError: for --jit_compile=true where replicas must communicate inside the compiled part.
+    """
+    layers = [
+        layer
+        for model in task.models.values()
+        for layer in model._flatten_layers(include_self=False, recursive=True)
+    ]
+    synchronised = num_replicas > 1 and any(
+        isinstance(layer, keras.layers.BatchNormalization) for layer in layers
+    )
+    if flag == "true" and synchronised:
+        raise UserError(
+            f"--jit_compile=true: batch normalization communicates between the {num_replicas} "
+            "replicas, which XLA cannot compile; leave it at auto"
+        )
+    if flag != "auto":
+        return flag == "true"
+    convolves = any("Conv" in type(layer).__name__ for layer in layers)
+    on_gpu = bool(tf.config.list_logical_devices("GPU"))
+    chosen = num_replicas == 1 and (on_gpu or not convolves)
+    _log.info(
+        "jit_compile=auto: %s",
+        "one replica, the whole loop of steps is compiled by XLA"
+        if chosen
+        else "not used: "
+        + (f"{num_replicas} replicas" if num_replicas > 1 else "convolutions on a CPU"),
+    )
+    return chosen

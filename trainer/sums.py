@@ -1,0 +1,59 @@
+"""Metrics as sums and counts, kept on the devices until someone reads them."""
+
+import tensorflow as tf
+
+from pipelines import UserError
+
+_CAPACITY = 64
+
+
+class MetricSums:
+    """Weighted means of named values, accumulated over steps and replicas.
+
+    A mean is a sum of weighted values over a sum of weights, never a mean of means. Both are
+    float64 and live in one variable, so that a step pays one addition for all metrics.
+    Create inside the strategy's scope; `add` and `commit` in a replica, `read` outside.
+    """
+
+    def __init__(self, name: str):
+        self.variable = tf.Variable(
+            tf.zeros([_CAPACITY, 2], tf.float64),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+            name=name,
+        )
+        self._slots: dict[str, int] = {}
+        self._pending: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def add(self, name: str, values: tf.Tensor, weights: tf.Tensor) -> None:
+        """Adds values [n] with weights [n] (or two scalars) to the mean called `name`."""
+        weights = tf.cast(weights, tf.float32)
+        total = tf.reduce_sum(tf.cast(values, tf.float32) * weights)
+        self._pending[name] = (total, tf.reduce_sum(weights))
+
+    def commit(self) -> None:
+        """Adds what `add` has gathered since the last commit to the variable."""
+        updates = tf.scatter_nd(
+            [[self._slot(name)] for name in self._pending],
+            [tf.cast(tf.stack(pair), tf.float64) for pair in self._pending.values()],
+            [_CAPACITY, 2],
+        )
+        self._pending.clear()
+        self.variable.assign_add(updates)
+
+    def _slot(self, name: str) -> int:
+        if name not in self._slots and len(self._slots) == _CAPACITY:
+            raise UserError(f"a task may report at most {_CAPACITY} metrics")
+        return self._slots.setdefault(name, len(self._slots))
+
+    def read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """({name: mean}, {name: sum of weights}) of what has a weight, over all replicas."""
+        table = self.variable.read_value().numpy()
+        present = {name: table[slot] for name, slot in self._slots.items() if table[slot][1] > 0}
+        means = {name: float(total / weight) for name, (total, weight) in present.items()}
+        return means, {name: float(weight) for name, (_, weight) in present.items()}
+
+    def reset(self) -> None:
+        """Forgets all values."""
+        self.variable.assign(tf.zeros_like(self.variable.read_value()))

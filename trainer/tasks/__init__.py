@@ -1,0 +1,84 @@
+"""Tasks: what is learnt. `base` says what a task is, the others are the ones shipped."""
+
+import pathlib
+
+import keras
+import tensorflow as tf
+
+from pipelines import Spec, UserError, is_symbol, load_symbol
+from trainer.config import TrainConfig
+from trainer.tasks.base import Batch, Task, TaskContext, Update, Values, make_model
+from trainer.tasks.supervised import Classification, Regression
+
+__all__ = ["Batch", "Task", "TaskContext", "Update", "Values", "make_model", "make_task"]
+
+_TASKS = {"classification": Classification, "regression": Regression}
+
+
+def make_task(config: TrainConfig, spec: Spec, total_steps: int, steps_per_epoch: int) -> Task:
+    """Makes and builds the task that --task names; call inside the strategy's scope.
+
+    Raises:
+      UserError: for an unknown task, or one that does not fit the data.
+    """
+    name = config.task
+    if name == "auto":
+        name = "regression" if spec.num_classes is None else "classification"
+    if is_symbol(name):
+        cls = load_symbol("task", name)
+        if not (isinstance(cls, type) and issubclass(cls, Task)):
+            raise UserError(f"--task={name}: not a subclass of trainer.Task")
+    elif name in _TASKS:
+        cls = _TASKS[name]
+    else:
+        raise UserError(
+            f"--task={name}: unknown; choose auto, {', '.join(_TASKS)}, or module:Class"
+        )
+    task = cls(TaskContext(config, spec, total_steps, steps_per_epoch))
+    task.build()
+    if not task.models or not task.updates:
+        raise UserError(f"--task={name}: build() must add a model and an update")
+    return task
+
+
+def set_learning_rates(task: Task) -> None:
+    """Puts --learning_rate in force after a restore, which brings back the saved one."""
+    rate = task.config.learning_rate
+    for update in task.updates:
+        optimizer = update.optimizer
+        scheduled = isinstance(
+            optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
+        )
+        if rate is not None and not scheduled:
+            optimizer.learning_rate = rate
+
+
+def warm_start(task: Task, source: str) -> None:
+    """Starts the models from another run's checkpoint or from a .keras file.
+
+    Args:
+      task: a built task.
+      source: path of a .keras file, or of a checkpoint without suffix.
+
+    Raises:
+      UserError: if it cannot be read or does not fit.
+    """
+    try:
+        if source.endswith(".keras"):
+            saved = keras.saving.load_model(source, compile=False, safe_mode=True)
+            first = next(iter(task.models.values()))
+            first.set_weights(saved.get_weights())
+            return
+        reader = tf.train.load_checkpoint(source)
+        names = set(reader.get_variable_to_shape_map())
+        for name, model in task.models.items():
+            for index, variable in enumerate(model.variables):
+                key = f"variables/models.{name}.{index:03d}.{variable.name}"
+                key += "/.ATTRIBUTES/VARIABLE_VALUE"
+                if key not in names:
+                    raise ValueError(f"it has no {key}")
+                variable.assign(reader.get_tensor(key))
+    except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
+        hint = "" if pathlib.Path(source).exists() else " (no such file)"
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"--init_from={source}: does not fit this model{hint}: {reason}") from error

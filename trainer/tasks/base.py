@@ -1,0 +1,231 @@
+"""The base of all tasks: what one training step and one evaluation step do."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from pipelines import Spec, UserError, is_symbol, load_symbol, to_model_input
+from trainer import models, optim
+from trainer.config import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+Batch = dict[str, tf.Tensor]
+Values = dict[str, tf.Tensor]
+LossFn = Callable[[Batch], tuple[tf.Tensor, Values]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskContext:
+    """What a task is built from.
+
+    Attributes:
+      config: the run's settings.
+      spec: the data's spec.
+      total_steps: steps of the whole training.
+      steps_per_epoch: steps of one epoch.
+    """
+
+    config: TrainConfig
+    spec: Spec
+    total_steps: int = 1
+    steps_per_epoch: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """One optimizer's part in a training step.
+
+    Attributes:
+      name: names it in reports and checkpoints.
+      loss_fn: called with a replica's batch, returns (loss per example [batch], further values per
+        example [batch] to report).
+      variables: what the optimizer changes.
+      optimizer: built on `variables`.
+      penalty_fn: returns a scalar added once to the mean loss, whatever the number of replicas.
+    """
+
+    name: str
+    loss_fn: LossFn
+    variables: list
+    optimizer: keras.optimizers.Optimizer
+    penalty_fn: Callable[[], tf.Tensor]
+
+
+class Task:
+    """Owns models, optimizers, losses and metrics. Subclass, and give `build` and `evaluate`.
+
+    Everything else is generic: distribution, compilation, the loop, checkpoints, clock, reports.
+    A training step runs `updates` in their order, each seeing what those before it have changed.
+
+    Attributes:
+      config, spec, total_steps, steps_per_epoch: the context.
+      models: name -> model; all their variables are saved.
+      updates: the parts of a training step.
+      step: int64 variable, finished training steps.
+    """
+
+    best_metric = "loss"  # the evaluation metric that chooses the best checkpoint
+
+    def __init__(self, context: TaskContext):
+        self.config, self.spec = context.config, context.spec
+        self.total_steps, self.steps_per_epoch = context.total_steps, context.steps_per_epoch
+        self.models: dict[str, keras.Model] = {}
+        self.updates: list[Update] = []
+        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+
+    # To be given by a task.
+
+    def build(self) -> None:
+        """Makes models and updates with `add_model` and `add_update`; called in scope."""
+        raise NotImplementedError
+
+    def evaluate(self, batch: Batch) -> Values:
+        """Values per example [batch] of one replica's batch; "loss" among them."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Called in each replica after the updates of a step, such as to move a target network."""
+        return
+
+    def finish_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Called after an evaluation; may add metrics that need more than one example."""
+        return metrics
+
+    def export(self, folder: str) -> None:
+        """Writes what serves the trained models; a task without servable models writes none."""
+
+    # For use by a task.
+
+    def add_model(self, name: str, model: keras.Model) -> keras.Model:
+        """Adopts a model made in scope: its variables are saved, its statistics synchronised."""
+        if not isinstance(model, keras.Model):
+            raise UserError(f"model {name!r} is a {type(model).__name__}, not a keras.Model")
+        if not model.built:
+            model(to_model_input(tf.zeros([1, *self.spec.input_shape], self.spec.input_dtype)))
+        _check_scope(name, model)
+        for layer in _layers(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.synchronized = tf.distribute.get_strategy().num_replicas_in_sync > 1
+            _decorrelate_replicas(layer)
+        self.models[name] = model
+        return model
+
+    def add_update(
+        self,
+        loss_fn: LossFn,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        name: str = "model",
+        penalty_fn: Callable[[], tf.Tensor] | None = None,
+    ) -> None:
+        """Adds an optimizer's part in a training step.
+
+        Args:
+          loss_fn: see `Update`.
+          model: its trainable variables are changed.
+          optimizer: unbuilt; None: the one the flags ask for.
+          name: see `Update`.
+          penalty_fn: see `Update`; None: the model's own regularisation losses.
+        """
+        optimizer = optimizer or optim.make_optimizer(
+            self.config, self.total_steps, self.steps_per_epoch
+        )
+        variables = list(model.trainable_variables)
+        if not variables:
+            raise UserError(f"model {name!r} has no trainable variables")
+        optim.build_optimizer(optimizer, variables)
+        penalty_fn = penalty_fn or (lambda: add_losses(model.losses))
+        self.updates.append(Update(name, loss_fn, variables, optimizer, penalty_fn))
+
+    def inputs(self, batch: Batch) -> tf.Tensor:
+        """The model's input, float32 [batch, *input_shape], scaled on the device."""
+        return to_model_input(batch[self.spec.input_key])
+
+    def labels(self, batch: Batch) -> tf.Tensor:
+        """The labels as stored, [batch, *label_shape]."""
+        return batch[self.spec.label_key]
+
+
+def add_losses(losses: list) -> tf.Tensor:
+    """Sum of scalar losses, 0 for none."""
+    return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else tf.constant(0.0)
+
+
+def make_model(config: TrainConfig, spec: Spec) -> keras.Model:
+    """The model that --model names, with --freeze applied; call in scope.
+
+    Raises:
+      UserError: if it cannot be made for this data, or its output has the wrong shape.
+    """
+    if is_symbol(config.model):
+        model = load_symbol("model", config.model)(spec)
+    else:
+        model = models.build_model(config.model, spec, hidden_units=config.hidden_units)
+    if not isinstance(model, keras.Model):
+        raise UserError(
+            f"--model={config.model}: returned {type(model).__name__}, not a keras.Model"
+        )
+    if not model.built:
+        model(to_model_input(tf.zeros([1, *spec.input_shape], spec.input_dtype)))
+    freeze(model, config.freeze)
+    return model
+
+
+def freeze(model: keras.Model, pattern: str | None) -> None:
+    """Stops the layers from being trained whose path the regular expression finds.
+
+    Raises:
+      UserError: for a bad expression, or one that finds no layer.
+    """
+    if not pattern:
+        return
+    try:
+        frozen = [layer for layer in _layers(model) if re.search(pattern, layer.path or layer.name)]
+    except re.error as error:
+        raise UserError(f"--freeze={pattern}: not a regular expression: {error}") from None
+    frozen = [layer for layer in frozen if layer is not model]
+    if not frozen:
+        names = ", ".join(layer.name for layer in model.layers)
+        raise UserError(f"--freeze={pattern}: finds no layer; the model has {names}")
+    for layer in frozen:
+        layer.trainable = False
+    _log.info("frozen: %s", ", ".join(layer.name for layer in frozen))
+
+
+def _layers(model: keras.Model) -> list[keras.layers.Layer]:
+    return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def _check_scope(name: str, model: keras.Model) -> None:
+    strategy = tf.distribute.get_strategy()
+    for variable in model.variables:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            raise UserError(
+                f"model {name!r} was made outside the strategy's scope: make it inside build()"
+            )
+
+
+def _decorrelate_replicas(layer: keras.layers.Layer) -> None:
+    """Lets each replica draw its own random numbers; the state itself stays equal on all.
+
+    Keras mirrors a layer's seed, so that every replica would drop the same units of its rows.
+    """
+    generator = getattr(layer, "seed_generator", None)
+    if not isinstance(generator, keras.random.SeedGenerator) or hasattr(generator, "per_replica"):
+        return
+    next_seed = generator.next
+
+    def next_of_replica(*args, **kwargs):
+        seed = next_seed(*args, **kwargs)
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return seed
+        replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
+        return seed + tf.stack([replica * 7919, tf.zeros_like(replica)])
+
+    generator.next, generator.per_replica = next_of_replica, True

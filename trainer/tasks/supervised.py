@@ -1,0 +1,145 @@
+"""Classification and regression: one model, one optimizer, one loss per example."""
+
+import keras
+import tensorflow as tf
+
+from pipelines import UserError, load_symbol
+from trainer import export, losses
+from trainer.tasks import base
+
+
+class Supervised(base.Task):
+    """What classification and regression share."""
+
+    default_loss: str
+
+    def build(self) -> None:
+        config = self.config
+        self.model = self.add_model("model", base.make_model(config, self.spec))
+        self._check_output()
+        self._loss_fn = losses.make_loss_fn(config.loss or self.default_loss)
+        self._metric_fns = {
+            name.rpartition(":")[2]: load_symbol("metrics", name) for name in config.metrics
+        }
+        self._regularizer = config.regularizer and load_symbol("regularizer", config.regularizer)
+        self.add_update(self.loss, self.model, penalty_fn=self.penalty)
+
+    def loss(self, batch: base.Batch) -> tuple[tf.Tensor, base.Values]:
+        """Loss per example and metrics of a training batch."""
+        outputs = self.outputs(batch, training=True)
+        return self.loss_per_example(batch, outputs), self.metrics(batch, outputs)
+
+    def evaluate(self, batch: base.Batch) -> base.Values:
+        outputs = self.outputs(batch, training=False)
+        loss = self.loss_per_example(batch, outputs) + self.penalty()
+        return {"loss": loss, **self.metrics(batch, outputs)}
+
+    def penalty(self) -> tf.Tensor:
+        """Regularisation: the model's own losses, --l2 and --regularizer; a scalar."""
+        penalty = base.add_losses(self.model.losses)
+        if self.config.l2:
+            kernels = [v for v in self.model.trainable_variables if len(v.shape) > 1]
+            squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float32))) for v in kernels]
+            penalty += self.config.l2 * tf.add_n(squares)
+        if self._regularizer:
+            penalty += tf.cast(self._regularizer(self.model), tf.float32)
+        return penalty
+
+    def outputs(self, batch: base.Batch, training: bool) -> tf.Tensor:
+        """What the model returns, in float32."""
+        return tf.cast(self.model(self.inputs(batch), training=training), tf.float32)
+
+    def loss_per_example(self, batch: base.Batch, outputs: tf.Tensor) -> tf.Tensor:
+        """float32 [batch]."""
+        return self._loss_fn(self.labels(batch), outputs, self.model, self.step)
+
+    def metrics(self, batch: base.Batch, outputs: tf.Tensor) -> base.Values:
+        """Metrics per example."""
+        labels = self.labels(batch)
+        return {name: fn(labels, outputs) for name, fn in self._metric_fns.items()}
+
+    def export(self, folder: str) -> None:
+        export.write(folder, self.model, self.spec, self.predictions)
+
+    def predictions(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        """What the exported model returns for its outputs."""
+        raise NotImplementedError
+
+    def _check_output(self) -> None:
+        shape = tuple(self.model.compute_output_shape((1, *self.spec.input_shape))[1:])
+        expected = self.spec.output_shape
+        if shape != expected and not (shape == (1,) and expected == ()):
+            raise UserError(
+                f"--model={self.config.model}: outputs shape {shape} where "
+                f"{self.spec.label_key!r} needs {expected}"
+            )
+
+
+class Classification(Supervised):
+    """Labels are classes, outputs logits [batch, num_classes]."""
+
+    best_metric = "accuracy"
+    default_loss = "sparse_categorical_crossentropy"
+
+    def build(self) -> None:
+        weights = self.config.class_weights
+        if self.spec.num_classes is None:
+            raise UserError(
+                f"--task=classification: label {self.spec.label_key!r} is not an integer class; "
+                "choose --task=regression"
+            )
+        if weights and len(weights) != self.spec.num_classes:
+            raise UserError(
+                f"--class_weights has {len(weights)} numbers for {self.spec.num_classes} classes"
+            )
+        if self.config.label_smoothing and self.config.loss:
+            raise UserError("--label_smoothing belongs to the default loss: leave --loss out")
+        super().build()
+
+    def loss_per_example(self, batch: base.Batch, outputs: tf.Tensor) -> tf.Tensor:
+        smoothing = self.config.label_smoothing
+        labels = self.labels(batch)
+        if smoothing:
+            targets = tf.one_hot(labels, self.spec.num_classes)
+            loss = keras.losses.categorical_crossentropy(
+                targets, outputs, from_logits=True, label_smoothing=smoothing
+            )
+        else:
+            loss = super().loss_per_example(batch, outputs)
+        if self.config.class_weights:
+            loss *= tf.gather(tf.constant(self.config.class_weights, tf.float32), labels)
+        return loss
+
+    def metrics(self, batch: base.Batch, outputs: tf.Tensor) -> base.Values:
+        labels = self.labels(batch)
+        correct = tf.equal(tf.argmax(outputs, axis=-1), tf.cast(labels, tf.int64))
+        return {"accuracy": tf.cast(correct, tf.float32), **super().metrics(batch, outputs)}
+
+    def predictions(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"probabilities": tf.nn.softmax(outputs), "class": tf.argmax(outputs, axis=-1)}
+
+
+class Regression(Supervised):
+    """Labels are numbers, outputs predictions of their shape."""
+
+    best_metric = "loss"
+    default_loss = "mean_squared_error"
+
+    def build(self) -> None:
+        if self.config.label_smoothing or self.config.class_weights:
+            raise UserError("--label_smoothing and --class_weights need --task=classification")
+        super().build()
+
+    def labels(self, batch: base.Batch) -> tf.Tensor:
+        return tf.cast(super().labels(batch), tf.float32)
+
+    def metrics(self, batch: base.Batch, outputs: tf.Tensor) -> base.Values:
+        errors = losses.rows(outputs) - losses.rows(self.labels(batch))
+        return {
+            "mse": tf.reduce_mean(tf.square(errors), axis=1),
+            "mae": tf.reduce_mean(tf.abs(errors), axis=1),
+            **super().metrics(batch, outputs),
+        }
+
+    def predictions(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"prediction": tf.reshape(outputs, [-1, *self.spec.output_shape])}
