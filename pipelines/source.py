@@ -61,7 +61,12 @@ def _find_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
         cls = load_symbol("dataset", name)
         if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
             raise UserError(f"--dataset={name}: not a TFDS builder class")
-        return cls(data_dir=data_dir)
+        try:
+            return cls(data_dir=data_dir)
+        except Exception as error:  # a user's code: whatever it raises
+            raise UserError(
+                f"--dataset={name}: making the builder failed: {type(error).__name__}: {error}"
+            ) from error
     if os.sep in name and os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "dataset_info.json")):
             raise UserError(

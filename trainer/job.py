@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from pipelines import Data, DataConfig, UserError, load_data, load_symbol
@@ -143,6 +144,8 @@ class Job:
         steps_per_epoch = data.train.steps_per_epoch if data.train else 1
         epochs = 5 if config.train_epochs is None else config.train_epochs
         total_steps = config.train_steps or epochs * steps_per_epoch
+        # Just before the weights are drawn: reading data may use Python's generator too.
+        keras.utils.set_random_seed(config.seed % 2**32)
         self.task = tasks.make_task(config, data.spec, total_steps, steps_per_epoch)
         if config.summary:
             for model in self.task.models.values():

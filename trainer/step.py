@@ -38,8 +38,11 @@ class Stepper:
         jit = choose_jit(config.jit_compile, task, strategy.num_replicas_in_sync)
         self._settings = GradientSettings.from_config(config, jit and not one_replica)
         self.jit = jit
-        self._train = tf.function(self._train_steps, jit_compile=(jit and one_replica) or None)
-        self._eval = tf.function(self._eval_steps)
+        # AutoGraph is for users' code; ours needs none, and converting it costs a second or more.
+        options = {"autograph": task.has_user_code}
+        whole_loop = (jit and one_replica) or None
+        self._train = tf.function(self._train_steps, jit_compile=whole_loop, **options)
+        self._eval = tf.function(self._eval_steps, **options)
         self._traced = None
 
     def train(self, chunk: Batch, first: int, count: int) -> None:

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def set_up_process(config: TrainConfig) -> None:
-    """Sets what is global to the process: devices, seeds, precision, determinism.
+    """Sets what is global to the process: devices, precision, determinism.
 
     Must come before anything touches a device. May be called again, as long as it asks for the same
     devices.
@@ -25,7 +25,6 @@ def set_up_process(config: TrainConfig) -> None:
     """
     check_keras_backend()
     _split_devices(config.logical_devices)
-    keras.utils.set_random_seed(config.seed % 2**32)
     keras.config.set_floatx("float32")
     keras.config.set_image_data_format("channels_last")
     keras.mixed_precision.set_dtype_policy(config.mixed_precision_policy)

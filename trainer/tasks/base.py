@@ -101,6 +101,13 @@ class Task:
 
     # For use by a task.
 
+    @property
+    def has_user_code(self) -> bool:
+        """Whether functions from outside this package run in the steps."""
+        config = self.config
+        named = (config.model, config.loss or "", config.regularizer or "", *config.metrics)
+        return any(map(is_symbol, named)) or not type(self).__module__.startswith("trainer.")
+
     def add_model(self, name: str, model: keras.Model) -> keras.Model:
         """Adopts a model made in scope: its variables are saved, its statistics synchronised."""
         if not isinstance(model, keras.Model):
