@@ -21,6 +21,7 @@ _EXPORTS = {
     "is_symbol": "symbols",
     "load_data": "pipeline",
     "load_symbol": "symbols",
+    "symbol_name": "symbols",
     "to_model_input": "features",
 }
 __all__ = sorted(_EXPORTS)

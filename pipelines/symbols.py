@@ -1,4 +1,4 @@
-"""Finds what a user names on a flag as `package.module:attribute`."""
+"""Finds what a user names on a flag as `package.module:attribute`, or hands over in Python."""
 
 import importlib
 import os
@@ -11,21 +11,31 @@ from pipelines.errors import UserError
 _SYMBOL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-def is_symbol(text: str) -> bool:
-    """Whether `text` has the form `package.module:attribute` (a TFDS `name:1.0.0` has not)."""
-    return bool(_SYMBOL.fullmatch(text))
+def is_symbol(value: Any) -> bool:
+    """Whether `value` has the form `package.module:attribute` (a TFDS `name:1.0.0` has not).
+
+    A class or function itself counts too: from Python it may stand where a flag names one.
+    """
+    return callable(value) or bool(_SYMBOL.fullmatch(value))
 
 
-def load_symbol(flag: str, text: str) -> Any:
+def symbol_name(value: Any) -> Any:
+    """`package.module:attribute` of a class or function; anything else as it is."""
+    return f"{value.__module__}:{value.__qualname__}" if callable(value) else value
+
+
+def load_symbol(flag: str, text: Any) -> Any:
     """Imports `package.module:attribute`; the current directory is importable.
 
     Args:
       flag: the flag's name, for the error message.
-      text: what the user gave.
+      text: what the user gave; a class or function is returned as it is.
 
     Raises:
       UserError: if the module or the attribute does not exist, or the module fails to import.
     """
+    if callable(text):
+        return text
     module_name, _, attribute = text.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())

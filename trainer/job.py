@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipelines import Data, DataConfig, UserError, load_data, load_symbol
+from pipelines import Data, DataConfig, UserError, load_data, load_symbol, symbol_name
 from trainer import checkpoint, loop, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
@@ -108,9 +108,10 @@ class Job:
 
     def _identity_of_flags(self) -> dict[str, Any]:
         names = _IDENTITY_OF_TRAINING if self.config.training else _IDENTITY_OF_MODEL
-        identity = {name: getattr(self.config, name) for name in names}
+        identity = {name: symbol_name(getattr(self.config, name)) for name in names}
         if self.config.training:
             identity |= {name: getattr(self.data_config, name) for name in _IDENTITY_OF_DATA}
+            identity["augment"] = [symbol_name(name) for name in self.data_config.augment]
         return identity
 
     def _identity(self) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 import logging
 
-import keras
 import tensorflow as tf
 
 from pipelines import WEIGHT, UserError
 from trainer import gradients as gradients_lib
+from trainer import replicas
 from trainer.config import TrainConfig
 from trainer.gradients import GradientSettings, LossScale
 from trainer.sums import MetricSums
@@ -155,14 +155,8 @@ def choose_jit(flag: str, task: Task, num_replicas: int) -> bool:
     Raises:
       UserError: for --jit_compile=true where replicas must communicate inside the compiled part.
     """
-    layers = [
-        layer
-        for model in task.models.values()
-        for layer in model._flatten_layers(include_self=False, recursive=True)
-    ]
-    synchronised = num_replicas > 1 and any(
-        isinstance(layer, keras.layers.BatchNormalization) for layer in layers
-    )
+    models = task.models.values()
+    synchronised = num_replicas > 1 and any(map(replicas.communicates, models))
     if flag == "true" and synchronised:
         raise UserError(
             f"--jit_compile=true: batch normalization communicates between the {num_replicas} "
@@ -170,6 +164,7 @@ def choose_jit(flag: str, task: Task, num_replicas: int) -> bool:
         )
     if flag != "auto":
         return flag == "true"
+    layers = [layer for model in models for layer in replicas.layers_of(model)]
     convolves = any("Conv" in type(layer).__name__ for layer in layers)
     on_gpu = bool(tf.config.list_logical_devices("GPU"))
     chosen = num_replicas == 1 and (on_gpu or not convolves)

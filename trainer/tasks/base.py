@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipelines import Spec, UserError, is_symbol, load_symbol, to_model_input
-from trainer import models, optim
+from trainer import models, optim, replicas
 from trainer.config import TrainConfig
 
 _log = logging.getLogger(__name__)
@@ -114,11 +114,7 @@ class Task:
             raise UserError(f"model {name!r} is a {type(model).__name__}, not a keras.Model")
         if not model.built:
             model(to_model_input(tf.zeros([1, *self.spec.input_shape], self.spec.input_dtype)))
-        _check_scope(name, model)
-        for layer in _layers(model):
-            if isinstance(layer, keras.layers.BatchNormalization):
-                layer.synchronized = tf.distribute.get_strategy().num_replicas_in_sync > 1
-            _decorrelate_replicas(layer)
+        replicas.adapt(name, model)
         self.models[name] = model
         return model
 
@@ -192,47 +188,13 @@ def freeze(model: keras.Model, pattern: str | None) -> None:
     if not pattern:
         return
     try:
-        frozen = [layer for layer in _layers(model) if re.search(pattern, layer.path or layer.name)]
+        layers = replicas.layers_of(model)
+        frozen = [layer for layer in layers if re.search(pattern, layer.path or layer.name)]
     except re.error as error:
         raise UserError(f"--freeze={pattern}: not a regular expression: {error}") from None
-    frozen = [layer for layer in frozen if layer is not model]
     if not frozen:
         names = ", ".join(layer.name for layer in model.layers)
         raise UserError(f"--freeze={pattern}: finds no layer; the model has {names}")
     for layer in frozen:
         layer.trainable = False
     _log.info("frozen: %s", ", ".join(layer.name for layer in frozen))
-
-
-def _layers(model: keras.Model) -> list[keras.layers.Layer]:
-    return list(model._flatten_layers(include_self=True, recursive=True))
-
-
-def _check_scope(name: str, model: keras.Model) -> None:
-    strategy = tf.distribute.get_strategy()
-    for variable in model.variables:
-        if not strategy.extended.variable_created_in_scope(variable.value):
-            raise UserError(
-                f"model {name!r} was made outside the strategy's scope: make it inside build()"
-            )
-
-
-def _decorrelate_replicas(layer: keras.layers.Layer) -> None:
-    """Lets each replica draw its own random numbers; the state itself stays equal on all.
-
-    Keras mirrors a layer's seed, so that every replica would drop the same units of its rows.
-    """
-    generator = getattr(layer, "seed_generator", None)
-    if not isinstance(generator, keras.random.SeedGenerator) or hasattr(generator, "per_replica"):
-        return
-    next_seed = generator.next
-
-    def next_of_replica(*args, **kwargs):
-        seed = next_seed(*args, **kwargs)
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
-            return seed
-        replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
-        return seed + tf.stack([replica * 7919, tf.zeros_like(replica)])
-
-    generator.next, generator.per_replica = next_of_replica, True

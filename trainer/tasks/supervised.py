@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from pipelines import UserError, load_symbol
+from pipelines import UserError, load_symbol, symbol_name
 from trainer import export, losses
 from trainer.tasks import base
 
@@ -19,7 +19,8 @@ class Supervised(base.Task):
         self._check_output()
         self._loss_fn = losses.make_loss_fn(config.loss or self.default_loss)
         self._metric_fns = {
-            name.rpartition(":")[2]: load_symbol("metrics", name) for name in config.metrics
+            symbol_name(name).rpartition(":")[2]: load_symbol("metrics", name)
+            for name in config.metrics
         }
         self._regularizer = config.regularizer and load_symbol("regularizer", config.regularizer)
         self.add_update(self.loss, self.model, penalty_fn=self.penalty)
