@@ -15,6 +15,7 @@ _EXPORTS = {
     "Spec": "features",
     "UserError": "errors",
     "WEIGHT": "pipeline",
+    "call_symbol": "symbols",
     "cli": "cli",
     "config_from_flags": "config",
     "define_flags": "config",

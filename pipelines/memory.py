@@ -22,7 +22,7 @@ class MemoryReader:
 
     Attributes:
       num_examples: examples held.
-      tensors: feature key -> tensor [num_examples, ...] on the host.
+      arrays: feature key -> array [num_examples, ...].
     """
 
     name = "memory"
@@ -30,12 +30,13 @@ class MemoryReader:
     def __init__(self, arrays: dict[str, np.ndarray]):
         """Takes arrays [num_examples, ...], in file order."""
         with tf.device("cpu:0"):
-            self.tensors = {key: tf.constant(array) for key, array in arrays.items()}
+            self._tensors = {key: tf.constant(array) for key, array in arrays.items()}
+        self.arrays = {key: tensor.numpy() for key, tensor in self._tensors.items()}  # no copy
         self.num_examples = len(next(iter(arrays.values())))
 
     def fetch(self, positions: tf.Tensor) -> dict[str, tf.Tensor]:
         """Examples at `positions` (int64 [m]), as tensors [m, ...]; graph code."""
-        return {key: tf.gather(tensor, positions) for key, tensor in self.tensors.items()}
+        return {key: tf.gather(tensor, positions) for key, tensor in self._tensors.items()}
 
 
 def read_arrays(
@@ -56,8 +57,7 @@ def read_arrays(
         fewer records than the dataset's metadata promises.
     """
     arrays = {
-        key: np.empty((split.num_examples, *f.shape), f.np_dtype)
-        for key, f in features.items()
+        key: np.empty((split.num_examples, *f.shape), f.np_dtype) for key, f in features.items()
     }
     _check_fits(builder, split, sum(array.nbytes for array in arrays.values()))
     batches = read_examples(builder, split, tuple(features)).batch(_READ_BATCH)
@@ -92,8 +92,8 @@ def _check_fits(builder: tfds.core.DatasetBuilder, split: Split, num_bytes: int)
     _log.info("holding %s in memory: %.1f MB (%.0f MB free)", split, num_bytes / 1e6, free / 1e6)
     if num_bytes > _MAX_SHARE_OF_FREE_MEMORY * free:
         raise UserError(
-            f"{builder.info.full_name}, split {split}: needs {num_bytes / 1e9:.1f} GB in memory and "
-            f"{free / 1e9:.1f} GB are free; take a slice such as --train_split={split.name}[:10%]"
+            f"{builder.info.full_name}, split {split}: needs {num_bytes / 1e9:.1f} GB in memory, "
+            f"and {free / 1e9:.1f} GB are free; take a slice such as --train_split={split.name}[:10%]"
         )
 
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from typing import Any
 
 from pipelines.errors import UserError
@@ -52,3 +53,22 @@ def load_symbol(flag: str, text: Any) -> Any:
             f"--{flag}={text}: {module_name} has no {attribute!r}; it has {', '.join(names)}"
         )
     return getattr(module, attribute)
+
+
+def call_symbol(flag: str, text: Any, *args, **kwargs) -> Any:
+    """Calls what `load_symbol` finds; what the user's code raises becomes one line.
+
+    Raises:
+      UserError: naming the flag, the exception and where it was raised.
+    """
+    fn = load_symbol(flag, text)
+    try:
+        return fn(*args, **kwargs)
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"--{flag}={symbol_name(text)}: {type(error).__name__}: {error} "
+            f"({frame.filename}, line {frame.lineno})"
+        ) from error

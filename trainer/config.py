@@ -180,7 +180,7 @@ def _define_model(values):
     f.number("label_smoothing", "Share of the label's weight spread over all classes.", upper=1.0)
     f.items("class_weights", "Weight of each class in the loss, one number per class.")
     f.number("l2", "L2 penalty: this times the sum of squares of all kernels.")
-    f.items("hidden_units", "Units of each hidden layer of --model=mlp.")
+    f.items("hidden_units", "Units of each hidden dense layer of --model=mlp and cnn.")
     f.string("freeze", "Regular expression: layers whose path it finds are not trained.")
 
 
@@ -267,7 +267,7 @@ def config_from_flags(values: flags.FlagValues) -> TrainConfig:
 def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
     """A flag that this run would ignore is an error, not a surprise."""
     needs = {
-        "hidden_units": (config.model in ("auto", "mlp"), "--model=mlp"),
+        "hidden_units": (config.model in ("auto", "mlp", "cnn"), "--model=mlp or cnn"),
         "lr_boundaries": (config.lr_schedule == "piecewise", "--lr_schedule=piecewise"),
         "lr_decay_steps": (config.lr_schedule == "exponential", "--lr_schedule=exponential"),
         "lr_decay_rate": (

@@ -30,15 +30,17 @@ _log = logging.getLogger(__name__)
 _PROCESS_START = time.time()
 
 # What a resumed run must share with its checkpoint; the rest is honoured as newly given.
-_IDENTITY_OF_TRAINING = (
-    "task model hidden_units loss regularizer label_smoothing class_weights l2 freeze optimizer "
-    "lr_schedule warmup_steps momentum weight_decay ema_decay grad_clip_norm "
-    "grad_clip_norm_per_variable grad_clip_value mixed_precision_policy"
-).split()
-_IDENTITY_OF_DATA = (
-    "train_split input_key label_key batch_size shuffle drop_remainder augment image_size seed"
-).split()
 _IDENTITY_OF_MODEL = ("task", "model", "hidden_units", "mixed_precision_policy", "ema_decay")
+_IDENTITY_OF_TRAINING = (
+    *_IDENTITY_OF_MODEL,
+    *("loss", "regularizer", "label_smoothing", "class_weights", "l2", "freeze"),
+    *("optimizer", "lr_schedule", "warmup_steps", "momentum", "weight_decay"),
+    *("grad_clip_norm", "grad_clip_norm_per_variable", "grad_clip_value"),
+)
+_IDENTITY_OF_DATA = (
+    *("train_split", "input_key", "label_key", "image_size", "augment", "seed"),
+    *("batch_size", "shuffle", "drop_remainder"),
+)
 
 
 @dataclasses.dataclass
@@ -170,9 +172,8 @@ class Job:
 
     def _start(self, manifest: dict[str, Any] | None) -> None:
         """Compiles, then restores: what the traced steps touch is known by then."""
-        if self.config.training:
-            with self.clock.timing("compile"):
-                self.stepper.compile(self.data.train.element_spec())
+        with self.clock.timing("compile"):
+            self._compile()
         self._variables = collect_variables(self.task, self.stepper)
         if manifest:
             where = f"checkpoint {manifest['step']} in {self.model_dir}"
@@ -181,6 +182,24 @@ class Job:
             self._restore(manifest)
         elif self.config.init_from:
             tasks.warm_start(self.task, self.config.init_from)
+
+    def _compile(self) -> None:
+        try:
+            if self.data.train:
+                self.stepper.compile(self.data.train.element_spec())
+            if self.data.evaluation:
+                self.stepper.compile(self.data.evaluation.element_spec(1), evaluating=True)
+        except UserError:
+            raise
+        except Exception as error:
+            if not self.task.has_user_code:
+                raise
+            # AutoGraph's messages end with the line that says what went wrong.
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise UserError(
+                f"tracing the step failed in --task, --model, --loss, --regularizer or --metrics: "
+                f"{reason.removeprefix('UserError: ') or type(error).__name__}"
+            ) from error
 
     def _restore(self, manifest: dict[str, Any]) -> None:
         step = manifest["step"]

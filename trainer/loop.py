@@ -83,6 +83,7 @@ class Loop:
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._call_steps = 1
+        self._weights_before: dict[str, list[np.ndarray]] = {}
         self._profiling = False
 
     # State.
@@ -143,6 +144,8 @@ class Loop:
 
     def _run_call(self, chunks: "_Chunks") -> int:
         """Trains up to the next boundary, as far as one call reaches; returns the steps taken."""
+        if self._is_last_before_log():
+            self._weights_before = self._weights()
         start = time.perf_counter()
         with self.clock.timing("train"):
             with self.clock.timing("input"):
@@ -160,13 +163,21 @@ class Loop:
         self._call_steps = min(reachable, 2 * self._call_steps)
         return count
 
+    def _is_last_before_log(self) -> bool:
+        """Whether the next step ends a window of train rows; it is taken alone and measured."""
+        step = self.step + 1
+        return step % self.config.log_steps == 0 or step == self.task.total_steps
+
     def _steps_to_boundary(self) -> int:
-        everies = [self.config.log_steps, self._eval_every, self._checkpoint_every]
+        if self._is_last_before_log():
+            return 1
+        everies = [self._eval_every, self._checkpoint_every]
         stops = [every - self.step % every for every in everies if every]
+        stops.append(self.config.log_steps - 1 - self.step % self.config.log_steps)
         if self.config.profile_steps:
             first, last = self.config.profile_steps
             stops += [edge - self.step for edge in (first - 1, last) if edge > self.step]
-        return min([*stops, self.task.total_steps - self.step])
+        return min([*stops, self.task.total_steps - 1 - self.step])
 
     def _at_boundary(self) -> None:
         last = self.step >= self.task.total_steps
@@ -242,6 +253,7 @@ class Loop:
             "epoch": self.step / self.task.steps_per_epoch,
             **means,
             **self._rates(),
+            **self._weight_norms(),
             "examples": round(examples),
             "seconds": secs,
             "examples_per_sec": examples / secs if secs else 0.0,
@@ -252,12 +264,29 @@ class Loop:
         self.report.write(row)
         _log.info("%s", describe(row, self.task.total_steps))
 
+    def _weights(self) -> dict[str, list[np.ndarray]]:
+        """Each update's trained weights, for comparing."""
+        return {u.name: [v.numpy() for v in u.variables] for u in self.task.updates}
+
+    def _weight_norms(self) -> dict[str, float]:
+        """Global norm of the weights, and of the last step's change by that of the weights."""
+        norms = {}
+        for name, after in self._weights().items():
+            before = self._weights_before.get(name, after)
+            norm = _global_norm(after)
+            change = _global_norm([a - b for a, b in zip(after, before, strict=True)])
+            norms[_prefix(name) + "weight_norm"] = norm
+            norms[_prefix(name) + "update_ratio"] = change / norm if norm else 0.0
+        self._weights_before = {}
+        return norms
+
     def _rates(self) -> dict[str, float]:
         rates = {}
         for update in self.task.updates:
-            prefix = "" if update.name == "model" else f"{update.name}_"
             applied = int(update.optimizer.iterations.numpy())
-            rates[prefix + "learning_rate"] = optim.rate_at(update.optimizer, max(0, applied - 1))
+            rates[_prefix(update.name) + "learning_rate"] = optim.rate_at(
+                update.optimizer, max(0, applied - 1)
+            )
         return rates
 
     def _overflows(self) -> dict[str, int]:
@@ -358,6 +387,16 @@ class Loop:
             if row[name] >= value if sign == ">=" else row[name] <= value:
                 return f"{name} reached {self.config.target_metric}"
         return None
+
+
+def _prefix(update_name: str) -> str:
+    """What sets an update's values apart in a row: nothing where there is but one."""
+    return "" if update_name == "model" else f"{update_name}_"
+
+
+def _global_norm(arrays: list[np.ndarray]) -> float:
+    squares = [np.sum(np.square(a, dtype=np.float64)) for a in arrays]
+    return float(np.sqrt(sum(squares)))
 
 
 class _Chunks:

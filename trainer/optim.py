@@ -4,7 +4,7 @@ import inspect
 
 import keras
 
-from pipelines import UserError, is_symbol, load_symbol
+from pipelines import UserError, call_symbol, is_symbol, load_symbol
 from trainer.config import TrainConfig
 
 SCHEDULES = ("constant", "cosine", "linear", "piecewise", "exponential")
@@ -18,32 +18,22 @@ def make_optimizer(
     Raises:
       UserError: for an unknown name, or a setting that this optimizer does not have.
     """
-    if is_symbol(config.optimizer):
-        make_fn = load_symbol("optimizer", config.optimizer)
-    else:
-        make_fn = _optimizer_classes().get(config.optimizer.lower())
-    if make_fn is None:
-        raise UserError(
-            f"--optimizer={config.optimizer}: unknown; choose one of "
-            f"{', '.join(sorted(_optimizer_classes()))}, or module:function"
-        )
-    rate = config.learning_rate
-    if rate is None:
-        rate = _default_rate(make_fn)
+    named = is_symbol(config.optimizer)
+    make_fn = load_symbol("optimizer", config.optimizer) if named else _keras_optimizer(config)
+    rate = _default_rate(make_fn) if config.learning_rate is None else config.learning_rate
     settings = {
-        "learning_rate": make_schedule(config, rate, total_steps, steps_per_epoch),
         "momentum": config.momentum,
         "weight_decay": config.weight_decay,
         "use_ema": True if config.ema_decay is not None else None,
         "ema_momentum": config.ema_decay,
     }
     settings = {name: value for name, value in settings.items() if value is not None}
-    if is_symbol(config.optimizer):
-        settings = {"learning_rate": settings["learning_rate"]}
-    unknown = [name for name in settings if name not in _parameters(make_fn)]
-    if unknown and not is_symbol(config.optimizer):
-        raise UserError(f"--{unknown[0]}: the optimizer {config.optimizer} has no such setting")
-    optimizer = make_fn(**settings)
+    for name in settings:
+        if name not in inspect.signature(make_fn).parameters:
+            flag = "ema_decay" if "ema" in name else name
+            raise UserError(f"--{flag}: the optimizer {config.optimizer} has no such setting")
+    settings["learning_rate"] = make_schedule(config, rate, total_steps, steps_per_epoch)
+    optimizer = call_symbol("optimizer", make_fn, **settings)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(
             f"--optimizer={config.optimizer}: returned {type(optimizer).__name__}, not a "
@@ -53,11 +43,21 @@ def make_optimizer(
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: list) -> None:
-    """Creates the slots, as must happen in scope and before tracing; leaves bias and norm undecayed."""
+    """Creates the slots, in scope and before tracing; bias and norm are left undecayed."""
     if getattr(optimizer, "weight_decay", None):
         undecayed = [v for v in variables if len(v.shape) < 2]
         optimizer.exclude_from_weight_decay(undecayed)
     optimizer.build(variables)
+
+
+def _keras_optimizer(config: TrainConfig) -> type:
+    classes = _optimizer_classes()
+    if config.optimizer.lower() not in classes:
+        raise UserError(
+            f"--optimizer={config.optimizer}: unknown; choose one of {', '.join(sorted(classes))}, "
+            "or module:function"
+        )
+    return classes[config.optimizer.lower()]
 
 
 def _optimizer_classes() -> dict[str, type]:
@@ -69,10 +69,6 @@ def _optimizer_classes() -> dict[str, type]:
         and issubclass(cls, keras.optimizers.Optimizer)
         and name.lower() not in skipped
     }
-
-
-def _parameters(fn) -> set[str]:
-    return set(inspect.signature(fn).parameters)
 
 
 def _default_rate(make_fn) -> float:
@@ -101,7 +97,7 @@ def make_schedule(config: TrainConfig, rate: float, total_steps: int, steps_per_
     schedules = keras.optimizers.schedules
     name = config.lr_schedule
     if is_symbol(name):
-        schedule = load_symbol("lr_schedule", name)(rate, total_steps)
+        schedule = call_symbol("lr_schedule", name, rate, total_steps)
     elif name == "constant":
         schedule = rate
     elif name == "cosine":

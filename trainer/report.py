@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, TensorBoard, log lines. Each step appears once, also after kills."""
+"""What a run says: metrics.jsonl, TensorBoard, log lines; each step once, also after kills."""
 
 import json
 import logging
@@ -139,7 +139,16 @@ def _records(files: list[pathlib.Path]):
 
 def describe(row: Row, total_steps: int | None = None) -> str:
     """A row as a line for people."""
-    skipped = {"split", "step", "epoch", "seconds", "examples", "weights"}
+    skipped = {
+        "split",
+        "step",
+        "epoch",
+        "seconds",
+        "examples",
+        "weights",
+        "weight_norm",
+        "update_ratio",
+    }
     parts = [f"{row['split']:5} step {row['step']}" + (f"/{total_steps}" if total_steps else "")]
     if "epoch" in row:
         parts.append(f"epoch {row['epoch']:.2f}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from pipelines import Spec, UserError, is_symbol, load_symbol, to_model_input
+from pipelines import Spec, UserError, call_symbol, is_symbol, to_model_input
 from trainer import models, optim, replicas
 from trainer.config import TrainConfig
 
@@ -166,7 +166,7 @@ def make_model(config: TrainConfig, spec: Spec) -> keras.Model:
       UserError: if it cannot be made for this data, or its output has the wrong shape.
     """
     if is_symbol(config.model):
-        model = load_symbol("model", config.model)(spec)
+        model = call_symbol("model", config.model, spec)
     else:
         model = models.build_model(config.model, spec, hidden_units=config.hidden_units)
     if not isinstance(model, keras.Model):
