@@ -31,7 +31,7 @@ class MemoryReader:
         """Takes arrays [num_examples, ...], in file order."""
         with tf.device("cpu:0"):
             self._tensors = {key: tf.constant(array) for key, array in arrays.items()}
-        self.arrays = {key: tensor.numpy() for key, tensor in self._tensors.items()}  # no copy
+        self.arrays = {k: np.asarray(memoryview(t)) for k, t in self._tensors.items()}  # views
         self.num_examples = len(next(iter(arrays.values())))
 
     def fetch(self, positions: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -93,7 +93,8 @@ def _check_fits(builder: tfds.core.DatasetBuilder, split: Split, num_bytes: int)
     if num_bytes > _MAX_SHARE_OF_FREE_MEMORY * free:
         raise UserError(
             f"{builder.info.full_name}, split {split}: needs {num_bytes / 1e9:.1f} GB in memory, "
-            f"and {free / 1e9:.1f} GB are free; take a slice such as --train_split={split.name}[:10%]"
+            f"and {free / 1e9:.1f} GB are free; take a slice such as "
+            f"--train_split={split.name}[:10%]"
         )
 
 

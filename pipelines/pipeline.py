@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from pipelines import memory, source
 from pipelines.config import DataConfig
 from pipelines.errors import UserError
 from pipelines.order import Order, example_seeds
+from pipelines.synthetic import SyntheticReader
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +116,17 @@ class Pipeline:
         """Types of a chunk of `chunks(num_epochs=num_epochs)`, without reading."""
         return self._dataset(0, self.chunking(None, num_epochs), 1).element_spec
 
+    def stages(self, first_step: int = 0) -> list[tuple[str, tf.data.Dataset, int]]:
+        """The stages of what `chunks` iterates, each with all those before it; for measuring.
+
+        Returns:
+          (name, dataset up to and with that stage, examples in one of its elements) of each stage;
+          the last is what training consumes. Datasets are endless.
+        """
+        stages = self._stages(first_step, self.chunking(), None)
+        options = _options()
+        return [(name, dataset.with_options(options), size) for name, dataset, size in stages]
+
     def _batch_bytes(self) -> int:
         spec = tf.data.Dataset.from_tensors(0).map(
             lambda _: self.reader.fetch(tf.zeros([1], tf.int64))
@@ -124,21 +136,27 @@ class Pipeline:
 
     def _dataset(self, first_step, chunking, num_epochs) -> tf.data.Dataset:
         """Chunks [k, batch_size, ...] from `first_step` on."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        _, dataset, _ = self._stages(first_step, chunking, num_epochs)[-1]
+        return dataset.with_options(_options())
+
+    def _stages(self, first_step, chunking, num_epochs) -> list[tuple[str, tf.data.Dataset, int]]:
+        """See `stages`; one map does all from reading to batching, so a stage is a part of it."""
+        order = self._positions(first_step, chunking, num_epochs)
+        size = chunking.chunk_steps * self.batch_size
+        stages = [("order", order, size)]
+        parts = {
+            "read": lambda epochs, positions, weights: self.reader.fetch(positions),
+            "augment": lambda epochs, positions, weights: self._examples(epochs, positions),
+            "batch": lambda *slots: self._chunk(chunking, *slots),
+        }
+        if not self.augment:
+            del parts["augment"]
+        for name, part in parts.items():
+            calls = self.num_parallel_calls or num_cores()
+            dataset = order.map(part, num_parallel_calls=calls, deterministic=True)
+            stages.append((name, dataset, size))
         ahead = -(-(self.prefetch_batches or 0) // chunking.chunk_steps) or _CHUNKS_AHEAD
-        dataset = self._positions(first_step, chunking, num_epochs)
-        dataset = dataset.map(
-            lambda epochs, positions, weights: self._chunk(chunking, epochs, positions, weights),
-            num_parallel_calls=self.num_parallel_calls or cores,
-            deterministic=True,
-        ).prefetch(ahead)
-        options = tf.data.Options()
-        # Fixed numbers measured as fast as tuned ones, and releasing a tuned iterator can stall.
-        options.autotune.enabled = False
-        options.threading.private_threadpool_size = cores
-        options.threading.max_intra_op_parallelism = 1
-        options.deterministic = True
-        return dataset.with_options(options)
+        return [*stages, ("prefetch", dataset.prefetch(ahead), size)]
 
     def _positions(self, first_step, chunking, num_epochs) -> tf.data.Dataset:
         """(epochs, positions, weights) of each chunk, each [chunk_steps * batch_size]."""
@@ -169,13 +187,32 @@ class Pipeline:
 
         return tf.data.Dataset.range(first_round, num_rounds).flat_map(round_of_epochs)
 
-    def _chunk(self, chunking, epochs, positions, weights) -> Batch:
+    def _examples(self, epochs, positions) -> Batch:
         examples = self.reader.fetch(positions)
         if self.augment:
             examples = self.augment(examples, example_seeds(self.order.seed, epochs, positions))
+        return examples
+
+    def _chunk(self, chunking, epochs, positions, weights) -> Batch:
+        examples = self._examples(epochs, positions)
         examples = {**examples, WEIGHT: weights, INDEX: positions}
         shape = [chunking.chunk_steps, self.batch_size]
         return {key: tf.reshape(t, [*shape, *t.shape[1:]]) for key, t in examples.items()}
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    # Fixed numbers measured as fast as tuned ones, and releasing a tuned iterator can stall.
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = num_cores()
+    options.threading.max_intra_op_parallelism = 1
+    options.deterministic = True
+    return options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,24 +296,31 @@ def load_data(
     )
     if training:
         _check_batch(order, train_split)
-    train = memory.read_arrays(builder, train_split, features) if training else None
+    make_reader = _reader_maker(config, builder, features, spec)
+    train = make_reader(train_split) if training else None
     if numeric_labels:
         spec = spec.for_regression()
     elif features_lib.is_integer_label(features[label_key]):
         spec = spec.with_classes(spec.num_classes or _count_classes(config, label_key, train))
     _check_labels(builder, train_split, spec, train)
-    evaluation = memory.read_arrays(builder, eval_split, features) if evaluating else None
+    evaluation = make_reader(eval_split) if evaluating else None
     _check_labels(builder, eval_split, spec, evaluation)
     shared = {"spec": spec, "num_parallel_calls": config.num_parallel_calls}
     shared["prefetch_batches"] = config.prefetch_batches
     return Data(
         name=builder.info.full_name.rpartition("/")[0],
         version=str(builder.info.version),
-        train=train and Pipeline(memory.MemoryReader(train), order, augment=augment, **shared),
-        evaluation=evaluation
-        and Pipeline(memory.MemoryReader(evaluation), _eval_order(config, eval_split), **shared),
+        train=train and Pipeline(train, order, augment=augment, **shared),
+        evaluation=evaluation and Pipeline(evaluation, _eval_order(config, eval_split), **shared),
         spec=spec,
     )
+
+
+def _reader_maker(config, builder, features, spec) -> Callable[[source.Split], Reader]:
+    if config.use_synthetic_data:
+        types = {key: tf.TensorSpec(f.shape, f.tf_dtype) for key, f in features.items()}
+        return lambda split: SyntheticReader(types, spec, split.num_examples)
+    return lambda split: memory.MemoryReader(memory.read_arrays(builder, split, features))
 
 
 def _refuse_unsupported(config: DataConfig) -> None:
@@ -288,8 +332,6 @@ def _refuse_unsupported(config: DataConfig) -> None:
         raise UserError("--image_size: resizing is not available yet")
     if config.on_bad_record == "skip":
         raise UserError("--on_bad_record=skip: not available yet; choose fail")
-    if config.use_synthetic_data:
-        raise UserError("--use_synthetic_data: not available yet")
 
 
 def _check_batch(order: Order, split: source.Split) -> None:
@@ -305,11 +347,11 @@ def _eval_order(config: DataConfig, split: source.Split) -> Order:
     return Order(split.num_examples, size, shuffle=False, drop_remainder=False)
 
 
-def _count_classes(config: DataConfig, label_key: str, arrays) -> int | None:
+def _count_classes(config: DataConfig, label_key: str, reader) -> int | None:
     """Classes of a label that is a plain integer; None if it does not number classes."""
-    if config.num_classes or arrays is None:
+    if config.num_classes or reader is None:
         return config.num_classes
-    labels = arrays[label_key]
+    labels = reader.arrays[label_key]
     if labels.min() < 0:
         _log.info("label %r is an integer with negative values: taken as a number", label_key)
         return None
@@ -322,11 +364,11 @@ def _count_classes(config: DataConfig, label_key: str, arrays) -> int | None:
     return num_classes
 
 
-def _check_labels(builder: tfds.core.DatasetBuilder, split, spec, arrays) -> None:
+def _check_labels(builder: tfds.core.DatasetBuilder, split, spec, reader) -> None:
     """Refuses labels that no model output stands for; a GPU would train on them to NaN."""
-    if arrays is None:
+    if reader is None:
         return
-    labels = arrays[spec.label_key]
+    labels = reader.arrays[spec.label_key]
     if spec.num_classes:
         wrong = (labels < 0) | (labels >= spec.num_classes)
         meant = f"outside 0..{spec.num_classes - 1}"
