@@ -83,6 +83,7 @@ class Loop:
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._call_steps = 1
+        self._chunks: _Chunks | None = None
         self._weights_before: dict[str, list[np.ndarray]] = {}
         self._profiling = False
 
@@ -109,6 +110,7 @@ class Loop:
         self._use_data_order_of_rollback()
 
     def _use_data_order_of_rollback(self) -> None:
+        self._chunks = None
         if self.progress.rollbacks:
             self.train_pipeline = self._given_pipeline.reseeded(self.progress.rollbacks)
 
@@ -127,20 +129,25 @@ class Loop:
           NotFinite: when loss or gradient are not.
         """
         self._callback("begin", self)
-        chunks = _Chunks(self.train_pipeline, self.step)
         with self._progress_bar() as bar:
             self._stop_if_asked()
             if self._is_due(self._eval_every) and self._unevaluated():
                 self._evaluate_and_judge()  # due when the run was stopped
             while not self.finished:
-                count = self._run_call(chunks)
-                bar.update(count)
-                self._at_boundary()
+                bar.update(self.advance())
                 self._callback("step", self)
                 self._stop_if_asked()
         self._set_profiling(False)
         self._save()
         self._callback("end", self)
+
+    def advance(self) -> int:
+        """Makes one compiled call and what is due after it; returns the steps taken."""
+        if self._chunks is None:
+            self._chunks = _Chunks(self.train_pipeline, self.step)
+        count = self._run_call(self._chunks)
+        self._at_boundary()
+        return count
 
     def _run_call(self, chunks: "_Chunks") -> int:
         """Trains up to the next boundary, as far as one call reaches; returns the steps taken."""
