@@ -1,6 +1,7 @@
 """The job, device, model, optimisation and bookkeeping flags, and the dataclass they become."""
 
 import dataclasses
+import re
 
 from absl import flags
 
@@ -79,6 +80,15 @@ class TrainConfig:
             len(self.profile_steps) != 2 or not 0 < self.profile_steps[0] <= self.profile_steps[1]
         ):
             raise UserError("--profile_steps takes first,last: two steps, counted from 1, in order")
+        if self.target_metric:
+            parse_target(self.target_metric)
+        if self.freeze:
+            try:
+                re.compile(self.freeze)
+            except re.error as error:
+                raise UserError(
+                    f"--freeze={self.freeze}: not a regular expression: {error}"
+                ) from None
         if self.init_from and self.resume == "must":
             raise UserError("--init_from and --resume=must exclude each other: give one")
 
@@ -100,6 +110,19 @@ def define_flags(values: flags.FlagValues) -> None:
     _define_model(values)
     _define_optimisation(values)
     _define_bookkeeping(values)
+
+
+def parse_target(text: str) -> tuple[str, str, float]:
+    """Splits 'name>=value' or 'name<=value'.
+
+    Raises:
+      UserError: if it is neither.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
+    try:
+        return match[1], match[2], float(match[3])
+    except (TypeError, ValueError):
+        raise UserError(f"--target_metric={text}: must be name>=value or name<=value") from None
 
 
 class _Define:

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import platform
+import re
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -28,6 +29,7 @@ from trainer.step import Stepper
 _log = logging.getLogger(__name__)
 
 _PROCESS_START = time.time()
+_LOCK = ".lock"
 
 # What a resumed run must share with its checkpoint; the rest is honoured as newly given.
 _IDENTITY_OF_MODEL = ("task", "model", "hidden_units", "mixed_precision_policy", "ema_decay")
@@ -50,6 +52,7 @@ class Job:
     config: TrainConfig
     data_config: DataConfig
     model_dir: pathlib.Path
+    flags_text: str
     stop: StopRequest
     clock: Clock = dataclasses.field(default_factory=Clock)
 
@@ -65,6 +68,7 @@ class Job:
           UserError, Stopped.
         """
         manifest = self._manifest()
+        tasks.check_names(self.config)
         strategy.set_up_process(self.config)
         self.strategy = strategy.make_strategy(self.config)
         self._check_batch_size()
@@ -194,11 +198,9 @@ class Job:
         except Exception as error:
             if not self.task.has_user_code:
                 raise
-            # AutoGraph's messages end with the line that says what went wrong.
-            reason = str(error).strip().splitlines()[-1].strip()
             raise UserError(
                 f"tracing the step failed in --task, --model, --loss, --regularizer or --metrics: "
-                f"{reason.removeprefix('UserError: ') or type(error).__name__}"
+                f"{_reason(error)}"
             ) from error
 
     def _restore(self, manifest: dict[str, Any]) -> None:
@@ -216,6 +218,7 @@ class Job:
     # Doing.
 
     def _train(self) -> None:
+        checkpoint.write_atomically(self.model_dir / "flags.txt", self.flags_text)
         while True:
             try:
                 self.loop.train()
@@ -286,6 +289,13 @@ class Job:
         }
 
 
+def _reason(error: Exception) -> str:
+    """What went wrong in traced code: the last line before Keras lists the arguments."""
+    told = str(error).partition("Arguments received by")[0].strip() or type(error).__name__
+    line = re.sub(r"\x1b\[[\d;]*m", "", told.splitlines()[-1])
+    return line.strip().removeprefix("UserError: ")
+
+
 def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
     return row and {k: v for k, v in row.items() if k != key}
 
@@ -344,13 +354,21 @@ def run(
     """
     model_dir = _open_model_dir(config)
     with _locked(model_dir):
-        if config.training:
-            checkpoint.write_atomically(model_dir / "flags.txt", flags_text)
-        job = Job(config, data_config, model_dir, stop or StopRequest())
+        job = Job(config, data_config, model_dir, flags_text, stop or StopRequest())
         try:
             return job.run()
+        except UserError:
+            _remove_if_unused(model_dir)
+            raise
         finally:
             job.report.close()
+
+
+def _remove_if_unused(model_dir: pathlib.Path) -> None:
+    """Takes back the folder of a run that failed before it wrote anything."""
+    if os.listdir(model_dir) == [_LOCK]:
+        (model_dir / _LOCK).unlink()
+        model_dir.rmdir()
 
 
 def _open_model_dir(config: TrainConfig) -> pathlib.Path:
@@ -382,7 +400,7 @@ def _locked(model_dir: pathlib.Path) -> Iterator[None]:
         _log.warning("%s: no file locks on this system: start no second run there", model_dir)
         yield
         return
-    with open(model_dir / ".lock", "a+") as handle:
+    with open(model_dir / _LOCK, "a+") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

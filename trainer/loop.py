@@ -16,7 +16,7 @@ from pipelines import Pipeline, UserError
 from trainer import optim
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, parse_target
 from trainer.report import Report, describe
 from trainer.signals import StopRequest
 from trainer.step import Stepper
@@ -443,19 +443,6 @@ def averaged_weights(task: Task) -> Iterator[None]:
         for update, values in zip(averaging, raw, strict=True):
             for variable, value in zip(update.variables, values, strict=True):
                 variable.assign(value)
-
-
-def parse_target(text: str) -> tuple[str, str, float]:
-    """Splits 'name>=value' or 'name<=value'.
-
-    Raises:
-      UserError: if it is neither.
-    """
-    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
-    try:
-        return match[1], match[2], float(match[3])
-    except (TypeError, ValueError):
-        raise UserError(f"--target_metric={text}: must be name>=value or name<=value") from None
 
 
 _LOWER_IS_BETTER = re.compile(r"loss|mse|mae|error|score|perplexity", re.IGNORECASE)

@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules, by name."""
 
 import inspect
+from collections.abc import Callable
 
 import keras
 
@@ -18,8 +19,7 @@ def make_optimizer(
     Raises:
       UserError: for an unknown name, or a setting that this optimizer does not have.
     """
-    named = is_symbol(config.optimizer)
-    make_fn = load_symbol("optimizer", config.optimizer) if named else _keras_optimizer(config)
+    make_fn = _optimizer_fn(config)
     rate = _default_rate(make_fn) if config.learning_rate is None else config.learning_rate
     settings = {
         "momentum": config.momentum,
@@ -42,6 +42,22 @@ def make_optimizer(
     return optimizer
 
 
+def check_names(config: TrainConfig) -> None:
+    """Refuses an optimizer or a schedule that does not exist.
+
+    Raises:
+      UserError: naming those that do.
+    """
+    _optimizer_fn(config)
+    if is_symbol(config.lr_schedule):
+        load_symbol("lr_schedule", config.lr_schedule)
+    elif config.lr_schedule not in SCHEDULES:
+        raise UserError(
+            f"--lr_schedule={config.lr_schedule}: unknown; choose one of {', '.join(SCHEDULES)}, "
+            "or module:function"
+        )
+
+
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: list) -> None:
     """Creates the slots, in scope and before tracing; bias and norm are left undecayed."""
     if getattr(optimizer, "weight_decay", None):
@@ -50,7 +66,9 @@ def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: list) -> N
     optimizer.build(variables)
 
 
-def _keras_optimizer(config: TrainConfig) -> type:
+def _optimizer_fn(config: TrainConfig) -> Callable[..., keras.optimizers.Optimizer]:
+    if is_symbol(config.optimizer):
+        return load_symbol("optimizer", config.optimizer)
     classes = _optimizer_classes()
     if config.optimizer.lower() not in classes:
         raise UserError(
@@ -108,16 +126,11 @@ def make_schedule(config: TrainConfig, rate: float, total_steps: int, steps_per_
         decay = 0.96 if config.lr_decay_rate is None else config.lr_decay_rate
         every = config.lr_decay_steps or steps_per_epoch
         schedule = schedules.ExponentialDecay(rate, every, decay)
-    elif name == "piecewise":
+    else:  # piecewise: `check_names` knows no other
         boundaries = list(config.lr_boundaries) or [steps // 2, steps * 3 // 4]
         drop = 0.1 if config.lr_decay_rate is None else config.lr_decay_rate
         values = [rate * drop**i for i in range(len(boundaries) + 1)]
         schedule = schedules.PiecewiseConstantDecay(boundaries, values)
-    else:
-        raise UserError(
-            f"--lr_schedule={name}: unknown; choose one of {', '.join(SCHEDULES)}, or "
-            "module:function"
-        )
     return WarmUp(rate, config.warmup_steps, schedule) if config.warmup_steps else schedule
 
 

@@ -1,7 +1,11 @@
 """Makes a Keras model mean the same on any number of replicas."""
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 from pipelines import UserError
 
@@ -30,6 +34,22 @@ def adapt(name: str, model: keras.Model) -> None:
         generator = getattr(layer, "seed_generator", None)
         if isinstance(generator, keras.random.SeedGenerator):
             _draw_per_replica(generator)
+
+
+def share_keras_generator() -> Callable[[], None]:
+    """Makes Keras's global random generator here; call the result in each replica.
+
+    Keras keeps it per thread, and strategies run their replicas in threads of their own, where a
+    model that draws without a seed of its own would otherwise make a new one while it is traced.
+    """
+    generator = seed_generator.global_seed_generator()
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        _draw_per_replica(generator)
+
+    def share() -> None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+    return share
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:

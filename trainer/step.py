@@ -31,6 +31,7 @@ class Stepper:
         self.first_bad_step = tf.Variable(
             _NO_STEP, dtype=tf.int64, trainable=False, name="bad_step"
         )
+        self._share_keras_generator = replicas.share_keras_generator()
         self.scales: dict[str, LossScale] = {}
         if config.mixed_precision_policy == "mixed_float16":
             self.scales = {update.name: LossScale(update.name) for update in task.updates}
@@ -97,6 +98,7 @@ class Stepper:
         scale = self.scales.get(update.name)
 
         def gradients(batch):
+            self._share_keras_generator()
             result = gradients_lib.reduced_gradients(
                 update, batch, total_weight, self._settings, scale, self.train_sums
             )
@@ -127,6 +129,7 @@ class Stepper:
         tf.while_loop(lambda index: index < count, body, [0], parallel_iterations=1)
 
     def _replica_eval(self, batch: Batch) -> None:
+        self._share_keras_generator()
         batch = self._replica_rows(batch)
         for name, values in self.task.evaluate(batch).items():
             self.eval_sums.add(name, values, batch[WEIGHT])

@@ -1,18 +1,57 @@
 """Tasks: what is learnt. `base` says what a task is, the others are the ones shipped."""
 
 import pathlib
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from pipelines import Spec, UserError, is_symbol, load_symbol
+from trainer import losses, models, optim
 from trainer.config import TrainConfig
 from trainer.tasks.base import Batch, Task, TaskContext, Update, Values, make_model
 from trainer.tasks.supervised import Classification, Regression
 
-__all__ = ["Batch", "Task", "TaskContext", "Update", "Values", "make_model", "make_task"]
+__all__ = [
+    "Batch",
+    "Task",
+    "TaskContext",
+    "Update",
+    "Values",
+    "check_names",
+    "make_model",
+    "make_task",
+]
 
 _TASKS = {"classification": Classification, "regression": Regression}
+
+
+def check_names(config: TrainConfig) -> None:
+    """Refuses names that nothing answers to, before any data is read.
+
+    Raises:
+      UserError: for an unknown task, model, loss, optimizer or schedule.
+    """
+    if config.task != "auto":
+        _task_class(config.task)
+    if not is_symbol(config.model):
+        models.check_name(config.model)
+    if config.loss:
+        losses.make_loss_fn(config.loss)
+    optim.check_names(config)
+
+
+def _task_class(name: Any) -> type[Task]:
+    if not is_symbol(name):
+        if name in _TASKS:
+            return _TASKS[name]
+        raise UserError(
+            f"--task={name}: unknown; choose auto, {', '.join(_TASKS)}, or module:Class"
+        )
+    cls = load_symbol("task", name)
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise UserError(f"--task={name}: not a subclass of trainer.Task")
+    return cls
 
 
 def make_task(config: TrainConfig, spec: Spec, total_steps: int, steps_per_epoch: int) -> Task:
@@ -24,16 +63,7 @@ def make_task(config: TrainConfig, spec: Spec, total_steps: int, steps_per_epoch
     name = config.task
     if name == "auto":
         name = "regression" if spec.num_classes is None else "classification"
-    if is_symbol(name):
-        cls = load_symbol("task", name)
-        if not (isinstance(cls, type) and issubclass(cls, Task)):
-            raise UserError(f"--task={name}: not a subclass of trainer.Task")
-    elif name in _TASKS:
-        cls = _TASKS[name]
-    else:
-        raise UserError(
-            f"--task={name}: unknown; choose auto, {', '.join(_TASKS)}, or module:Class"
-        )
+    cls = _task_class(name)
     task = cls(TaskContext(config, spec, total_steps, steps_per_epoch))
     task.build()
     if not task.models or not task.updates:
