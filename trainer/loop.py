@@ -131,8 +131,8 @@ class Loop:
         self._callback("begin", self)
         with self._progress_bar() as bar:
             self._stop_if_asked()
-            if self._is_due(self._eval_every) and self._unevaluated():
-                self._evaluate_and_judge()  # due when the run was stopped
+            if self._evaluation_is_due() and self._unevaluated():
+                self._evaluate_and_judge()  # the run was stopped in it
             while not self.finished:
                 bar.update(self.advance())
                 self._callback("step", self)
@@ -190,7 +190,7 @@ class Loop:
         last = self.step >= self.task.total_steps
         if self.step % self.config.log_steps == 0 or last:
             self._log_row()
-        if self._eval_every and (self._is_due(self._eval_every) or last):
+        if self._evaluation_is_due():
             self._evaluate_and_judge()
             if self.progress.stop_reason and not last and self.step % self.config.log_steps:
                 self._log_row()
@@ -199,6 +199,10 @@ class Loop:
         if self.config.profile_steps:
             first, end = self.config.profile_steps
             self._set_profiling(first - 1 <= self.step < end)
+
+    def _evaluation_is_due(self) -> bool:
+        last = self.step > 0 and self.step >= self.task.total_steps
+        return bool(self._eval_every) and (last or self._is_due(self._eval_every))
 
     def _is_due(self, every: int | None) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
