@@ -327,9 +327,8 @@ def collect_variables(task: tasks.Task, stepper: Stepper) -> dict[str, tf.Variab
         found[f"loss_scale.{name}.value"] = scale.value
         found[f"loss_scale.{name}.good_steps"] = scale.good_steps
         found[f"loss_scale.{name}.overflow_steps"] = scale.overflow_steps
-    known = {id(v) for v in found.values()} | {id(stepper.first_bad_step)}
-    others = [v for v in stepper.traced_variables() if id(v) not in known]
-    for index, variable in enumerate(others):
+    known = [*found.values(), stepper.first_bad_step]
+    for index, variable in enumerate(stepper.untracked_variables(known)):
         found[f"others.{index:03d}"] = variable
     return found
 

@@ -1,6 +1,7 @@
 """The compiled loops: many training or evaluation steps over one chunk of batches in one call."""
 
 import logging
+from collections.abc import Iterable
 
 import tensorflow as tf
 
@@ -65,14 +66,20 @@ class Stepper:
         zero = tf.constant(0, tf.int32)
         self._traced = self._train.get_concrete_function(chunk, zero, zero)
 
-    def traced_variables(self) -> list[tf.Variable]:
-        """Every variable that the compiled training steps read or write, whoever made it."""
-        variables = self._traced.graph.variables if self._traced else ()
+    def untracked_variables(self, known: Iterable[tf.Variable]) -> list[tf.Variable]:
+        """Variables that the compiled training steps touch beside `known`, in the order met."""
+        if self._traced is None:
+            return []
+        parts_of = self.strategy.experimental_local_results
+        known_parts = {id(part) for variable in known for part in parts_of(variable)}
+        met = {id(handle): place for place, handle in enumerate(self._traced.captured_inputs)}
         whole = {}
-        for variable in variables:
-            owner = getattr(variable, "_distributed_container", lambda v=variable: v)()
-            whole[id(owner)] = owner
-        return list(whole.values())
+        for variable in self._traced.graph.variables:
+            if id(variable) not in known_parts:
+                owner = getattr(variable.handle, "_distributed_container", lambda v=variable: v)()
+                places = [met.get(id(part.handle), len(met)) for part in parts_of(owner)]
+                whole[id(owner)] = (min(places), owner)
+        return [owner for _, owner in sorted(whole.values(), key=lambda pair: pair[0])]
 
     def _train_steps(self, chunk: Batch, first: tf.Tensor, count: tf.Tensor) -> None:
         # A while_loop and gather: XLA would compile a range or a slice anew for each length.
@@ -83,7 +90,7 @@ class Stepper:
         tf.while_loop(lambda index: index < first + count, body, [first], parallel_iterations=1)
 
     def _train_step(self, batch: Batch) -> None:
-        rows = self.strategy.run(self._replica_rows, (batch,))
+        rows = self.strategy.run(self._replica_rows, (batch, self._settings.accum_steps))
         total_weight = tf.reduce_sum(batch[WEIGHT])
         finite_step = tf.constant(True)
         for update in self.task.updates:
@@ -136,8 +143,12 @@ class Stepper:
         self.eval_sums.add("examples", tf.ones_like(batch[WEIGHT]), batch[WEIGHT])
         self.eval_sums.commit()
 
-    def _replica_rows(self, batch: Batch) -> Batch:
-        """This replica's contiguous slice of a batch, cut on the host."""
+    def _replica_rows(self, batch: Batch, num_parts: int = 1) -> Batch:
+        """This replica's rows of a batch, cut on the host: a contiguous slice of each part.
+
+        A part is what passes through the model at once on all replicas together, so that batch
+        normalization sees the same examples together on any number of them.
+        """
         context = tf.distribute.get_replica_context()
         count = context.num_replicas_in_sync
         if count == 1:
@@ -145,10 +156,11 @@ class Stepper:
         replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
         cut = {}
         for key, tensor in batch.items():
-            size = tensor.shape[0] // count
+            size, *shape = tensor.shape
+            rows = size // (count * num_parts)
             with tf.device("cpu:0"):
-                rows = tensor[replica * size : (replica + 1) * size]
-            cut[key] = tf.ensure_shape(rows, [size, *tensor.shape[1:]])
+                parts = tf.reshape(tensor, [num_parts, count, rows, *shape])
+                cut[key] = tf.reshape(parts[:, replica], [num_parts * rows, *shape])
         return cut
 
 
