@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from trainer import events
 from trainer.checkpoint import write_atomically
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Report:
         self._path = model_dir / "metrics.jsonl"
         self.events_dir = model_dir / "tensorboard"
         self._tensorboard = tensorboard
-        self._writer: tf.summary.SummaryWriter | None = None
+        self._writer: events.EventWriter | None = None
         self._file = None
 
     def rewind(self, step: int) -> None:
@@ -36,7 +37,7 @@ class Report:
         if self._path.exists():
             kept = [row for row in self.rows() if row["step"] <= step]
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        rewind_events(self.events_dir, step)
+        events.rewind(self.events_dir, step)
 
     def rows(self) -> list[Row]:
         """All whole rows written so far, by this run and those it resumed."""
@@ -60,21 +61,18 @@ class Report:
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
         self._file.write(json.dumps(_finite(row)) + "\n")
         self._file.flush()
-        for key, value in row.items():
-            if isinstance(value, (int, float)) and key != "step":
-                self.scalar(f"{row['split']}/{key}", value, row["step"])
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Writes a TensorBoard scalar."""
         if self._tensorboard:
-            with self._events().as_default():
-                tf.summary.scalar(tag, value, step)
+            numbers = {
+                f"{row['split']}/{key}": value
+                for key, value in row.items()
+                if isinstance(value, (int, float)) and key != "step"
+            }
+            self._events().scalars(numbers, row["step"])
 
     def image(self, tag: str, image: tf.Tensor, step: int) -> None:
         """Writes a TensorBoard image, uint8 [height, width, channels]."""
         if self._tensorboard:
-            with self._events().as_default():
-                tf.summary.image(tag, image[None], step)
+            self._events().image(tag, image, step)
 
     def flush(self) -> None:
         """Makes sure that what was written survives."""
@@ -92,49 +90,15 @@ class Report:
             self._writer.close()
         self._file = self._writer = None
 
-    def _events(self) -> tf.summary.SummaryWriter:
+    def _events(self) -> events.EventWriter:
         if self._writer is None:
-            self._writer = tf.summary.create_file_writer(str(self.events_dir))
+            self._writer = events.EventWriter(self.events_dir)
         return self._writer
 
 
 def _finite(row: Row) -> Row:
     """JSON knows no NaN: it becomes null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-
-
-def rewind_events(folder: pathlib.Path, step: int) -> None:
-    """Merges a folder's event files into one without what came after `step` or came twice."""
-    files = sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []
-    if not files:
-        return
-    merged = folder / f"{files[0].name.removesuffix('.resumed')}.resumed"
-    temporary = folder / f".{merged.name}.tmp"
-    seen = set()
-    with tf.io.TFRecordWriter(str(temporary)) as writer:
-        for record in _records(files):
-            event = tf.compat.v1.Event.FromString(record)
-            values = [v for v in event.summary.value if (v.tag, event.step) not in seen]
-            seen.update((value.tag, event.step) for value in values)
-            header = event.HasField("file_version") and "header" not in seen
-            if header:
-                seen.add("header")
-            if header or (values and event.step <= step):
-                del event.summary.value[:]
-                event.summary.value.extend(values)
-                writer.write(event.SerializeToString())
-    os.replace(temporary, merged)
-    for path in files:
-        if path != merged:
-            path.unlink()
-
-
-def _records(files: list[pathlib.Path]):
-    for path in files:
-        try:
-            yield from tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
-        except tf.errors.DataLossError:  # the torn end of a killed run's file
-            continue
 
 
 def describe(row: Row, total_steps: int | None = None) -> str:
