@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from pipelines import Spec, to_model_input
+from trainer.replicas import whole
 
 PredictFn = Callable[[tf.Tensor], dict[str, tf.Tensor]]
 
@@ -33,8 +34,7 @@ class _Serving(tf.Module):
     def __init__(self, model: keras.Model, spec: Spec, predictions: PredictFn):
         super().__init__()
         self._model, self._spec, self._predictions = model, spec, predictions
-        # Named by their owner for the saver: Keras keeps a layer's variables elsewhere.
-        self._variables = [variable.value for variable in model.variables]
+        self._variables: list[tf.Variable] = []
 
     def signatures(self) -> dict[str, Callable]:
         """`serving_default` and, for images, `serve_encoded`."""
@@ -44,6 +44,9 @@ class _Serving(tf.Module):
         if spec.is_image and spec.input_dtype in ("uint8", "uint16"):
             encoded = tf.TensorSpec([None], tf.string, name="encoded")
             found["serve_encoded"] = tf.function(self._serve_encoded).get_concrete_function(encoded)
+        # The saver wants an owner for whatever the functions read, Keras's generator included.
+        read = [v for function in found.values() for v in function.graph.variables]
+        self._variables = list({id(whole(v)): whole(v) for v in read}.values())
         return found
 
     def _serve(self, inputs: tf.Tensor) -> dict[str, tf.Tensor]:

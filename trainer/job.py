@@ -179,6 +179,7 @@ class Job:
         with self.clock.timing("compile"):
             self._compile()
         self._variables = collect_variables(self.task, self.stepper)
+        self.loop.random_state = random_state(self._variables)
         if manifest:
             where = f"checkpoint {manifest['step']} in {self.model_dir}"
             if self.config.training:
@@ -327,10 +328,18 @@ def collect_variables(task: tasks.Task, stepper: Stepper) -> dict[str, tf.Variab
         found[f"loss_scale.{name}.value"] = scale.value
         found[f"loss_scale.{name}.good_steps"] = scale.good_steps
         found[f"loss_scale.{name}.overflow_steps"] = scale.overflow_steps
-    known = [*found.values(), stepper.first_bad_step]
-    for index, variable in enumerate(stepper.untracked_variables(known)):
+    for index, variable in enumerate(stepper.untracked_variables(found.values())):
         found[f"others.{index:03d}"] = variable
     return found
+
+
+def random_state(variables: dict[str, tf.Variable]) -> list[tf.Variable]:
+    """Those of `collect_variables` that hold random state: integers that no optimizer counts."""
+    return [
+        variable
+        for name, variable in variables.items()
+        if name.startswith(("models.", "others.")) and variable.dtype.is_integer
+    ]
 
 
 def run(

@@ -13,13 +13,12 @@ import tensorflow as tf
 from tqdm import tqdm
 
 from pipelines import Pipeline, UserError
-from trainer import optim
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig, parse_target
 from trainer.report import Report, describe
 from trainer.signals import StopRequest
-from trainer.step import Stepper
+from trainer.step import Outcome, Stepper
 from trainer.tasks.base import Task
 
 _log = logging.getLogger(__name__)
@@ -79,12 +78,13 @@ class Loop:
         self._save_fn, self._checkpoints, self._best = save_fn, checkpoints, best
         self._callback = callback or (lambda event, loop: None)
         self.step = 0
+        self.random_state: list[tf.Variable] = []  # what evaluation must leave as it was
         self.progress = Progress(total_steps=task.total_steps)
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._call_steps = 1
         self._chunks: _Chunks | None = None
-        self._weights_before: dict[str, list[np.ndarray]] = {}
+        self._outcome: Outcome | None = None
         self._profiling = False
 
     # State.
@@ -106,7 +106,6 @@ class Loop:
     def roll_back(self, rollbacks: int) -> None:
         """After a restore: trains on in another data order, counted by `rollbacks`."""
         self.progress.rollbacks = rollbacks
-        self.stepper.first_bad_step.assign(-1)
         self._use_data_order_of_rollback()
 
     def _use_data_order_of_rollback(self) -> None:
@@ -151,16 +150,14 @@ class Loop:
 
     def _run_call(self, chunks: "_Chunks") -> int:
         """Trains up to the next boundary, as far as one call reaches; returns the steps taken."""
-        if self._is_last_before_log():
-            self._weights_before = self._weights()
         start = time.perf_counter()
         with self.clock.timing("train"):
             with self.clock.timing("input"):
                 chunk, first, available = chunks.current()
             limit = self.config.steps_per_loop or self._call_steps
             count = min(available, limit, self._steps_to_boundary())
-            self.stepper.train(chunk, first, count)
-            bad_step = int(self.stepper.first_bad_step.numpy())
+            self._outcome = self.stepper.train(chunk, first, count)
+            bad_step = int(self._outcome.bad_step)
         chunks.advance(count)
         self.step += count
         if bad_step >= 0:
@@ -170,21 +167,25 @@ class Loop:
         self._call_steps = min(reachable, 2 * self._call_steps)
         return count
 
-    def _is_last_before_log(self) -> bool:
-        """Whether the next step ends a window of train rows; it is taken alone and measured."""
+    def _may_end_window(self) -> bool:
+        """Whether the next step may be a train row's last: it is taken alone, and so measured."""
         step = self.step + 1
-        return step % self.config.log_steps == 0 or step == self.task.total_steps
+        return step == self.task.total_steps or any(step % n == 0 for n in self._windows())
+
+    def _windows(self) -> list[int]:
+        return [every for every in (self.config.log_steps, self._eval_every) if every]
 
     def _steps_to_boundary(self) -> int:
-        if self._is_last_before_log():
+        if self._may_end_window():
             return 1
-        everies = [self._eval_every, self._checkpoint_every]
-        stops = [every - self.step % every for every in everies if every]
-        stops.append(self.config.log_steps - 1 - self.step % self.config.log_steps)
+        stops = [self.task.total_steps - 1 - self.step]
+        stops += [every - 1 - self.step % every for every in self._windows()]
+        if self._checkpoint_every:
+            stops.append(self._checkpoint_every - self.step % self._checkpoint_every)
         if self.config.profile_steps:
             first, last = self.config.profile_steps
             stops += [edge - self.step for edge in (first - 1, last) if edge > self.step]
-        return min([*stops, self.task.total_steps - 1 - self.step])
+        return min(stops)
 
     def _at_boundary(self) -> None:
         last = self.step >= self.task.total_steps
@@ -252,7 +253,7 @@ class Loop:
     # Reports.
 
     def _log_row(self) -> None:
-        means, counts = self.stepper.train_sums.read()
+        means, counts = self.stepper.train_sums.read(self._outcome.sums)
         self.stepper.train_sums.reset()
         examples = counts.pop("examples", 0.0)
         means.pop("examples", None)
@@ -263,8 +264,7 @@ class Loop:
             "step": self.step,
             "epoch": self.step / self.task.steps_per_epoch,
             **means,
-            **self._rates(),
-            **self._weight_norms(),
+            **self._norms_and_rates(),
             "examples": round(examples),
             "seconds": secs,
             "examples_per_sec": examples / secs if secs else 0.0,
@@ -275,30 +275,18 @@ class Loop:
         self.report.write(row)
         _log.info("%s", describe(row, self.task.total_steps))
 
-    def _weights(self) -> dict[str, list[np.ndarray]]:
-        """Each update's trained weights, for comparing."""
-        return {u.name: [v.numpy() for v in u.variables] for u in self.task.updates}
-
-    def _weight_norms(self) -> dict[str, float]:
-        """Global norm of the weights, and of the last step's change by that of the weights."""
-        norms = {}
-        for name, after in self._weights().items():
-            before = self._weights_before.get(name, after)
-            norm = _global_norm(after)
-            change = _global_norm([a - b for a, b in zip(after, before, strict=True)])
-            norms[_prefix(name) + "weight_norm"] = norm
-            norms[_prefix(name) + "update_ratio"] = change / norm if norm else 0.0
-        self._weights_before = {}
-        return norms
-
-    def _rates(self) -> dict[str, float]:
-        rates = {}
-        for update in self.task.updates:
-            applied = int(update.optimizer.iterations.numpy())
-            rates[_prefix(update.name) + "learning_rate"] = optim.rate_at(
-                update.optimizer, max(0, applied - 1)
-            )
-        return rates
+    def _norms_and_rates(self) -> dict[str, float]:
+        """Of each update: norm of the weights, of the last step's change by it, learning rate."""
+        outcome = self._outcome
+        columns = (outcome.weight_norms, outcome.change_norms, outcome.rates)
+        table = zip(self.task.updates, *(c.numpy().tolist() for c in columns), strict=True)
+        values = {}
+        for update, norm, change, rate in table:
+            prefix = "" if update.name == "model" else f"{update.name}_"
+            values[f"{prefix}weight_norm"] = norm
+            values[f"{prefix}update_ratio"] = change / norm if norm else 0.0
+            values[f"{prefix}learning_rate"] = rate
+        return values
 
     def _overflows(self) -> dict[str, int]:
         if not self.stepper.scales:
@@ -336,7 +324,7 @@ class Loop:
           Stopped: after a signal, with a checkpoint of the current step saved.
         """
         sums = self.stepper.eval_sums
-        with self.clock.timing("eval"), averaged_weights(self.task):
+        with self.clock.timing("eval"), averaged_weights(self.task), unchanged(self.random_state):
             start = time.perf_counter()
             sums.reset()
             for chunk, count in self.eval_pipeline.chunks(num_epochs=1):
@@ -400,16 +388,6 @@ class Loop:
         return None
 
 
-def _prefix(update_name: str) -> str:
-    """What sets an update's values apart in a row: nothing where there is but one."""
-    return "" if update_name == "model" else f"{update_name}_"
-
-
-def _global_norm(arrays: list[np.ndarray]) -> float:
-    squares = [np.sum(np.square(a, dtype=np.float64)) for a in arrays]
-    return float(np.sqrt(sum(squares)))
-
-
 class _Chunks:
     """Walks the training pipeline in calls shorter than a chunk."""
 
@@ -432,6 +410,17 @@ class _Chunks:
 def uses_average(task: Task) -> bool:
     """Whether evaluation and export use averaged weights."""
     return any(update.optimizer.use_ema for update in task.updates)
+
+
+@contextlib.contextmanager
+def unchanged(variables: list[tf.Variable]) -> Iterator[None]:
+    """Gives variables their values back after what is done inside."""
+    values = [variable.read_value() for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
 
 
 @contextlib.contextmanager

@@ -110,3 +110,8 @@ def _draw_per_replica(generator: keras.random.SeedGenerator) -> None:
         return seed + tf.stack([replica * 7919, tf.zeros_like(replica)])
 
     generator.next, generator.per_replica = next_of_replica, True
+
+
+def whole(variable: tf.Variable) -> tf.Variable:
+    """The variable over all replicas that this one is a part of; itself if it is no part."""
+    return getattr(variable.handle, "_distributed_container", lambda: variable)() or variable

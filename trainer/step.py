@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from pipelines import WEIGHT, UserError
 from trainer import gradients as gradients_lib
-from trainer import replicas
+from trainer import optim, replicas
 from trainer.config import TrainConfig
 from trainer.gradients import GradientSettings, LossScale
 from trainer.sums import MetricSums
@@ -18,20 +19,34 @@ _log = logging.getLogger(__name__)
 _NO_STEP = -1
 
 
+class Outcome(NamedTuple):
+    """What a call of training steps tells the host: all in one, for reading is slow.
+
+    Attributes:
+      bad_step: int64, the first step whose loss or gradient was not finite, -1 for none.
+      sums: `Stepper.train_sums` after the call, see `MetricSums.table`.
+      rates: float32 [updates], learning rate of each update's last step.
+      weight_norms: float32 [updates], global norm of the weights after the call.
+      change_norms: float32 [updates], global norm of what the call has added to them.
+    """
+
+    bad_step: tf.Tensor
+    sums: tf.Tensor
+    rates: tf.Tensor
+    weight_norms: tf.Tensor
+    change_norms: tf.Tensor
+
+
 class Stepper:
     """Runs a task's steps on all replicas. Create inside the strategy's scope.
 
     Attributes:
       train_sums, eval_sums: metrics since they were last reset.
-      first_bad_step: int64 variable, the first step whose gradient was not finite, -1 for none.
     """
 
     def __init__(self, task: Task, strategy: tf.distribute.Strategy, config: TrainConfig):
         self.task, self.strategy = task, strategy
         self.train_sums, self.eval_sums = MetricSums("train_sums"), MetricSums("eval_sums")
-        self.first_bad_step = tf.Variable(
-            _NO_STEP, dtype=tf.int64, trainable=False, name="bad_step"
-        )
         self._share_keras_generator = replicas.share_keras_generator()
         self.scales: dict[str, LossScale] = {}
         if config.mixed_precision_policy == "mixed_float16":
@@ -47,10 +62,10 @@ class Stepper:
         self._eval = tf.function(self._eval_steps, **options)
         self._traced = None
 
-    def train(self, chunk: Batch, first: int, count: int) -> None:
+    def train(self, chunk: Batch, first: int, count: int) -> Outcome:
         """Trains on batches [first, first + count) of a chunk of tensors [k, batch_size, ...]."""
         # Tensors, not Python numbers: a number would be traced anew for each value.
-        self._train(chunk, tf.constant(first, tf.int32), tf.constant(count, tf.int32))
+        return self._train(chunk, tf.constant(first, tf.int32), tf.constant(count, tf.int32))
 
     def evaluate(self, chunk: Batch, count: int) -> None:
         """Adds the first `count` batches of a chunk to `eval_sums`."""
@@ -76,29 +91,52 @@ class Stepper:
         whole = {}
         for variable in self._traced.graph.variables:
             if id(variable) not in known_parts:
-                owner = getattr(variable.handle, "_distributed_container", lambda v=variable: v)()
+                owner = replicas.whole(variable)
                 places = [met.get(id(part.handle), len(met)) for part in parts_of(owner)]
                 whole[id(owner)] = (min(places), owner)
         return [owner for _, owner in sorted(whole.values(), key=lambda pair: pair[0])]
 
-    def _train_steps(self, chunk: Batch, first: tf.Tensor, count: tf.Tensor) -> None:
+    def _train_steps(self, chunk: Batch, first: tf.Tensor, count: tf.Tensor) -> Outcome:
+        before = self._weights()
+
         # A while_loop and gather: XLA would compile a range or a slice anew for each length.
-        def body(index):
-            self._train_step({key: tf.gather(t, index) for key, t in chunk.items()})
-            return [index + 1]
+        def body(index, bad_step):
+            finite = self._train_step({key: tf.gather(t, index) for key, t in chunk.items()})
+            is_first_bad = tf.logical_and(~finite, tf.equal(bad_step, _NO_STEP))
+            return index + 1, tf.where(is_first_bad, self.task.step, bad_step)
 
-        tf.while_loop(lambda index: index < first + count, body, [first], parallel_iterations=1)
+        _, bad_step = tf.while_loop(
+            lambda index, _: index < first + count,
+            body,
+            [first, tf.constant(_NO_STEP, tf.int64)],
+            parallel_iterations=1,
+        )
+        after = self._weights()
+        changes = [
+            [a - b for a, b in zip(*pair, strict=True)] for pair in zip(after, before, strict=True)
+        ]
+        return Outcome(
+            bad_step,
+            self.train_sums.table(),
+            tf.stack([optim.applied_rate(update.optimizer) for update in self.task.updates]),
+            tf.stack([tf.linalg.global_norm(weights) for weights in after]),
+            tf.stack([tf.linalg.global_norm(change) for change in changes]),
+        )
 
-    def _train_step(self, batch: Batch) -> None:
+    def _weights(self) -> list[list[tf.Tensor]]:
+        """Copies of what each update trains, as one replica holds it."""
+        return [[tf.identity(v.value) for v in u.variables] for u in self.task.updates]
+
+    def _train_step(self, batch: Batch) -> tf.Tensor:
+        """Takes one step; returns whether losses and gradients were finite, a scalar bool."""
         rows = self.strategy.run(self._replica_rows, (batch, self._settings.accum_steps))
         total_weight = tf.reduce_sum(batch[WEIGHT])
-        finite_step = tf.constant(True)
+        finite = tf.constant(True)
         for update in self.task.updates:
-            finite_step &= self._update(update, rows, total_weight)
+            finite &= self._update(update, rows, total_weight)
         self.strategy.run(self.task.after_step)
-        bad = tf.logical_and(~finite_step, tf.equal(self.first_bad_step, _NO_STEP))
         self.task.step.assign_add(1)
-        self.first_bad_step.assign(tf.where(bad, self.task.step, self.first_bad_step))
+        return finite
 
     def _update(self, update, rows, total_weight) -> tf.Tensor:
         """Takes one update; returns whether the run may go on, a scalar bool."""
