@@ -167,9 +167,11 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         return cls(config["rate"], config["warmup_steps"], after)
 
 
-def rate_at(optimizer: keras.optimizers.Optimizer, step: int) -> float:
-    """The learning rate that update number `step` (counted from 0) is made with."""
+def applied_rate(optimizer: keras.optimizers.Optimizer):
+    """The learning rate of the optimizer's last update, a float32 scalar; also while tracing."""
     schedule = optimizer._learning_rate
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return float(keras.ops.convert_to_numpy(schedule(step)))
-    return float(optimizer.learning_rate.numpy())
+        rate = schedule(keras.ops.maximum(optimizer.iterations - 1, 0))
+    else:
+        rate = optimizer.learning_rate
+    return keras.ops.cast(rate, "float32")

@@ -152,8 +152,8 @@ class _Training:
         def run_steps(count: int) -> int:
             done = 0
             while done < count:
-                self._stepper.train(self._chunk, 0, self._chunk_steps)
-                self._stepper.first_bad_step.numpy()  # waits for the device
+                outcome = self._stepper.train(self._chunk, 0, self._chunk_steps)
+                outcome.bad_step.numpy()  # waits for the device
                 done += self._chunk_steps
             return done
 

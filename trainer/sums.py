@@ -23,6 +23,7 @@ class MetricSums:
             aggregation=tf.VariableAggregation.SUM,
             name=name,
         )
+        self._reset = tf.function(self._assign_zeros, autograph=False)
         self._slots: dict[str, int] = {}
         self._pending: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
 
@@ -47,13 +48,24 @@ class MetricSums:
             raise UserError(f"a task may report at most {_CAPACITY} metrics")
         return self._slots.setdefault(name, len(self._slots))
 
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """({name: mean}, {name: sum of weights}) of what has a weight, over all replicas."""
-        table = self.variable.read_value().numpy()
-        present = {name: table[slot] for name, slot in self._slots.items() if table[slot][1] > 0}
+    def table(self) -> tf.Tensor:
+        """float64 [_CAPACITY, 2]: sums and weights over all replicas; also while tracing."""
+        return self.variable.read_value()
+
+    def read(self, table: tf.Tensor | None = None) -> tuple[dict[str, float], dict[str, float]]:
+        """({name: mean}, {name: sum of weights}) of what has a weight.
+
+        Args:
+          table: what `table` returned earlier; None: now.
+        """
+        rows = (self.table() if table is None else table).numpy()
+        present = {name: rows[slot] for name, slot in self._slots.items() if rows[slot][1] > 0}
         means = {name: float(total / weight) for name, (total, weight) in present.items()}
         return means, {name: float(weight) for name, (_, weight) in present.items()}
 
     def reset(self) -> None:
         """Forgets all values."""
-        self.variable.assign(tf.zeros_like(self.variable.read_value()))
+        self._reset()
+
+    def _assign_zeros(self) -> None:
+        self.variable.assign(tf.zeros([_CAPACITY, 2], tf.float64))
