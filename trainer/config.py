@@ -26,6 +26,7 @@ class TrainConfig:
     strategy: str = "mirrored"
     num_devices: int = 0
     logical_devices: int = 0
+    intra_op_threads: int = 0
     mixed_precision_policy: str = "float32"
     jit_compile: str = "auto"
     task: str = "auto"
@@ -178,6 +179,12 @@ def _define_devices(values):
     f.integer(
         "logical_devices",
         "Split each physical device into this many, to try distribution without GPUs (0: do not).",
+        lower=0,
+    )
+    f.integer(
+        "intra_op_threads",
+        "Threads of one operation on the CPU (0: 1 for an mlp of at most 32 hidden units a layer, "
+        "where handing work over costs more than it saves; else as many as cores).",
         lower=0,
     )
     f.choice("mixed_precision_policy", POLICIES, "Keras dtype policy of the model.")

@@ -13,6 +13,8 @@ from trainer.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
+_MAX_SMALL_UNITS = 32
+
 
 def set_up_process(config: TrainConfig) -> None:
     """Sets what is global to the process: devices, precision, determinism.
@@ -24,6 +26,7 @@ def set_up_process(config: TrainConfig) -> None:
       UserError: if the devices cannot be set up as asked.
     """
     check_keras_backend()
+    _set_threads(config)
     _split_devices(config.logical_devices)
     keras.config.set_floatx("float32")
     keras.config.set_image_data_format("channels_last")
@@ -39,6 +42,26 @@ def check_keras_backend() -> None:
             f"Keras uses the backend {keras.config.backend()!r} (KERAS_BACKEND or "
             f"{pathlib.Path('~/.keras/keras.json').expanduser()}); this package needs 'tensorflow'"
         )
+
+
+def _set_threads(config: TrainConfig) -> None:
+    """Limits the threads of an operation, where asked to or where the model is too small for more.
+
+    The loop of a 784-10-10 network made 9,200 steps per CPU second with one thread, 6,400 with two.
+    """
+    threads = config.intra_op_threads
+    small = config.model == "mlp" and max(config.hidden_units, default=0) <= _MAX_SMALL_UNITS
+    if not threads and small and not tf.config.list_physical_devices("GPU"):
+        threads = 1
+    if threads and threads != tf.config.threading.get_intra_op_parallelism_threads():
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+        except RuntimeError as error:  # this process has its threads already
+            if config.intra_op_threads:
+                raise UserError(
+                    f"--intra_op_threads={threads}: this process already runs with other threads, "
+                    "which cannot be changed"
+                ) from error
 
 
 def _split_devices(count: int) -> None:
