@@ -61,9 +61,21 @@ def parse_flags(argv: Sequence[str], doc: str, *define_fns: DefineFn) -> flags.F
     return values
 
 
-def given(values: flags.FlagValues, name: str) -> bool:
-    """Whether the user named this flag, on the command line or in a flagfile."""
-    return bool(values[name].present)
+def changed(values: flags.FlagValues, name: str) -> bool:
+    """Whether a flag has another value than its default, on the command line or in a flagfile."""
+    return values[name].value != values[name].default
+
+
+def flags_text(values: flags.FlagValues) -> str:
+    """A flagfile that sets every flag of a command to its value."""
+    own = values.flags_by_module_dict().get(__name__, [])
+    lines = {
+        flag.name: flag.serialize()
+        for module_flags in values.flags_by_module_dict().values()
+        for flag in module_flags
+        if flag not in own and flag.value is not None
+    }
+    return "".join(f"{lines[name]}\n" for name in sorted(lines))
 
 
 def check_environment() -> None:
@@ -134,6 +146,9 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         code = _tell(str(error))
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
             raise

@@ -305,13 +305,12 @@ def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
             "--lr_schedule=piecewise or exponential",
         ),
         "max_rollbacks": (config.on_nan == "rollback", "--on_nan=rollback"),
-        "early_stopping_patience": (config.mode == "train_and_eval", "--mode=train_and_eval"),
-        "target_metric": (config.mode == "train_and_eval", "--mode=train_and_eval"),
-        "eval_epochs": (config.mode == "train_and_eval", "--mode=train_and_eval"),
-        "eval_steps": (config.mode == "train_and_eval", "--mode=train_and_eval"),
-        "init_from": (config.training, "a mode that trains"),
-        "strategy": (config.strategy != "multi_worker_mirrored", "one_device or mirrored"),
+        "early_stopping_patience": (config.mode != "train", "an evaluation, not --mode=train"),
+        "target_metric": (config.mode != "train", "an evaluation, not --mode=train"),
+        "best_metric": (config.mode != "train", "an evaluation, not --mode=train"),
+        "eval_epochs": (config.mode != "train", "an evaluation, not --mode=train"),
+        "eval_steps": (config.mode != "train", "an evaluation, not --mode=train"),
     }
     for name, (used, what) in needs.items():
-        if cli.given(values, name) and not used:
+        if cli.changed(values, name) and not used:
             raise UserError(f"--{name}={values[name].value}: only has a meaning with {what}")

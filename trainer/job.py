@@ -219,7 +219,9 @@ class Job:
     # Doing.
 
     def _train(self) -> None:
-        checkpoint.write_atomically(self.model_dir / "flags.txt", self.flags_text)
+        # The folder last: it may have been chosen here, and evaluation needs it.
+        text = f"{self.flags_text}--model_dir={self.model_dir}\n"
+        checkpoint.write_atomically(self.model_dir / "flags.txt", text)
         while True:
             try:
                 self.loop.train()

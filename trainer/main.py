@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         from trainer import job
 
         try:
-            result = job.run(config, data_config, values.flags_into_string(), stop)
+            result = job.run(config, data_config, cli.flags_text(values), stop)
         except Stopped as stopped:
             return stopped.exit_code
     print(summary_line(config, result))
