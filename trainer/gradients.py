@@ -168,13 +168,12 @@ def _clip(gradients: list, norm: tf.Tensor, settings: GradientSettings) -> list[
 
 
 def _report(sums, update, weights, values, penalty, norm, num_replicas) -> None:
-    prefix = "" if update.name == "model" else f"{update.name}_"
     for name, per_example in values.items():
         if name == "loss":
             per_example = per_example + penalty
-        sums.add(prefix + name, per_example, weights)
+        sums.add(update.prefix + name, per_example, weights)
     # Each replica holds the same norm: together they count it once.
-    sums.add(prefix + "grad_norm", norm, 1.0 / num_replicas)
+    sums.add(update.prefix + "grad_norm", norm, 1.0 / num_replicas)
 
 
 def apply(update: Update, gradients: list[tf.Tensor]) -> None:

@@ -153,7 +153,10 @@ class Job:
         total_steps = config.train_steps or epochs * steps_per_epoch
         # Just before the weights are drawn: reading data may use Python's generator too.
         keras.utils.set_random_seed(config.seed % 2**32)
-        self.task = tasks.make_task(config, data.spec, total_steps, steps_per_epoch)
+        context = tasks.TaskContext(
+            config, data.spec, total_steps, steps_per_epoch, data, self.report
+        )
+        self.task = tasks.make_task(context)
         if config.summary:
             for model in self.task.models.values():
                 model.summary()
@@ -185,7 +188,9 @@ class Job:
             if self.config.training:
                 checkpoint.check_identity(manifest["identity"], self._identity(), where)
             self._restore(manifest)
-        elif self.config.init_from:
+            return
+        self.report.rewind(-1)  # to before what a run said that was killed without a checkpoint
+        if self.config.init_from:
             tasks.warm_start(self.task, self.config.init_from)
 
     def _compile(self) -> None:

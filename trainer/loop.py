@@ -131,7 +131,7 @@ class Loop:
         with self._progress_bar() as bar:
             self._stop_if_asked()
             if self._evaluation_is_due() and self._unevaluated():
-                self._evaluate_and_judge()  # the run was stopped in it
+                self._evaluate_and_judge()  # of the untrained, or the run was stopped in it
             while not self.finished:
                 bar.update(self.advance())
                 self._callback("step", self)
@@ -202,8 +202,11 @@ class Loop:
             self._set_profiling(first - 1 <= self.step < end)
 
     def _evaluation_is_due(self) -> bool:
-        last = self.step > 0 and self.step >= self.task.total_steps
-        return bool(self._eval_every) and (last or self._is_due(self._eval_every))
+        if not self._eval_every:
+            return False
+        if self.step == 0:
+            return self.task.evaluates_untrained
+        return self.step >= self.task.total_steps or self._is_due(self._eval_every)
 
     def _is_due(self, every: int | None) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
@@ -263,6 +266,7 @@ class Loop:
             "split": "train",
             "step": self.step,
             "epoch": self.step / self.task.steps_per_epoch,
+            "loss": sum(means[f"{update.prefix}loss"] for update in self.task.updates),
             **means,
             **self._norms_and_rates(),
             "examples": round(examples),
@@ -282,10 +286,9 @@ class Loop:
         table = zip(self.task.updates, *(c.numpy().tolist() for c in columns), strict=True)
         values = {}
         for update, norm, change, rate in table:
-            prefix = "" if update.name == "model" else f"{update.name}_"
-            values[f"{prefix}weight_norm"] = norm
-            values[f"{prefix}update_ratio"] = change / norm if norm else 0.0
-            values[f"{prefix}learning_rate"] = rate
+            values[f"{update.prefix}weight_norm"] = norm
+            values[f"{update.prefix}update_ratio"] = change / norm if norm else 0.0
+            values[f"{update.prefix}learning_rate"] = rate
         return values
 
     def _overflows(self) -> dict[str, int]:

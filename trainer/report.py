@@ -22,9 +22,14 @@ class Report:
 
     Rows after the step of the checkpoint that a run resumes from are taken back by `rewind`; what
     `flush` has returned from survives a kill.
+
+    Attributes:
+      model_dir: the run's folder.
+      events_dir: the folder in it for TensorBoard.
     """
 
     def __init__(self, model_dir: pathlib.Path, tensorboard: bool):
+        self.model_dir = model_dir
         self._path = model_dir / "metrics.jsonl"
         self.events_dir = model_dir / "tensorboard"
         self._tensorboard = tensorboard

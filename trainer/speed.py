@@ -128,7 +128,9 @@ class _Training:
         self._devices = devices
         with devices.scope():
             keras.utils.set_random_seed(config.seed % 2**32)
-            task = tasks.make_task(config, data.spec, _ENDLESS, data.train.steps_per_epoch)
+            steps_per_epoch = data.train.steps_per_epoch
+            context = tasks.TaskContext(config, data.spec, _ENDLESS, steps_per_epoch, data)
+            task = tasks.make_task(context)
             self._stepper = Stepper(task, devices, config)
             self._stepper.compile(data.train.element_spec())
             self._loop = Loop(

@@ -129,13 +129,14 @@ class Stepper:
 
     def _train_step(self, batch: Batch) -> tf.Tensor:
         """Takes one step; returns whether losses and gradients were finite, a scalar bool."""
+        batch = self.task.prepare(batch, training=True)
         rows = self.strategy.run(self._replica_rows, (batch, self._settings.accum_steps))
         total_weight = tf.reduce_sum(batch[WEIGHT])
         finite = tf.constant(True)
         for update in self.task.updates:
             finite &= self._update(update, rows, total_weight)
-        self.strategy.run(self.task.after_step)
         self.task.step.assign_add(1)
+        self.task.after_step()
         return finite
 
     def _update(self, update, rows, total_weight) -> tf.Tensor:
@@ -168,6 +169,7 @@ class Stepper:
     def _eval_steps(self, chunk: Batch, count: tf.Tensor) -> None:
         def body(index):
             batch = {key: tf.gather(t, index) for key, t in chunk.items()}
+            batch = self.task.prepare(batch, training=False)
             self.strategy.run(self._replica_eval, (batch,))
             return [index + 1]
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipelines import Spec, UserError, is_symbol, load_symbol
+from pipelines import UserError, is_symbol, load_symbol
 from trainer import losses, models, optim
 from trainer.config import TrainConfig
 from trainer.tasks.base import Batch, Task, TaskContext, Update, Values, make_model
@@ -54,17 +54,16 @@ def _task_class(name: Any) -> type[Task]:
     return cls
 
 
-def make_task(config: TrainConfig, spec: Spec, total_steps: int, steps_per_epoch: int) -> Task:
+def make_task(context: TaskContext) -> Task:
     """Makes and builds the task that --task names; call inside the strategy's scope.
 
     Raises:
       UserError: for an unknown task, or one that does not fit the data.
     """
-    name = config.task
+    name = context.config.task
     if name == "auto":
-        name = "regression" if spec.num_classes is None else "classification"
-    cls = _task_class(name)
-    task = cls(TaskContext(config, spec, total_steps, steps_per_epoch))
+        name = "regression" if context.spec.num_classes is None else "classification"
+    task = _task_class(name)(context)
     task.build()
     if not task.models or not task.updates:
         raise UserError(f"--task={name}: build() must add a model and an update")

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from pipelines import Spec, UserError, call_symbol, is_symbol, to_model_input
+from pipelines import Data, Spec, UserError, call_symbol, is_symbol, to_model_input
 from trainer import models, optim, replicas
 from trainer.config import TrainConfig
+from trainer.report import Report
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +29,16 @@ class TaskContext:
       spec: the data's spec.
       total_steps: steps of the whole training.
       steps_per_epoch: steps of one epoch.
+      data: the pipelines, where the run has them.
+      report: what the run says, None for a run that says nothing.
     """
 
     config: TrainConfig
     spec: Spec
     total_steps: int = 1
     steps_per_epoch: int = 1
+    data: Data | None = None
+    report: Report | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +60,11 @@ class Update:
     optimizer: keras.optimizers.Optimizer
     penalty_fn: Callable[[], tf.Tensor]
 
+    @property
+    def prefix(self) -> str:
+        """Before the names of what it reports; none for a task's only update."""
+        return "" if self.name == "model" else f"{self.name}_"
+
 
 class Task:
     """Owns models, optimizers, losses and metrics. Subclass, and give `build` and `evaluate`.
@@ -63,17 +73,19 @@ class Task:
     A training step runs `updates` in their order, each seeing what those before it have changed.
 
     Attributes:
-      config, spec, total_steps, steps_per_epoch: the context.
+      config, spec, total_steps, steps_per_epoch, data, report: the context.
       models: name -> model; all their variables are saved.
       updates: the parts of a training step.
       step: int64 variable, finished training steps.
     """
 
     best_metric = "loss"  # the evaluation metric that chooses the best checkpoint
+    evaluates_untrained = False  # whether there is an evaluation at step 0 too
 
     def __init__(self, context: TaskContext):
         self.config, self.spec = context.config, context.spec
         self.total_steps, self.steps_per_epoch = context.total_steps, context.steps_per_epoch
+        self.data, self.report = context.data, context.report
         self.models: dict[str, keras.Model] = {}
         self.updates: list[Update] = []
         self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
@@ -88,9 +100,20 @@ class Task:
         """Values per example [batch] of one replica's batch; "loss" among them."""
         raise NotImplementedError
 
+    def prepare(self, batch: Batch, training: bool) -> Batch:
+        """May add entries [batch_size, ...] to a whole batch before replicas share it out.
+
+        The place to draw random numbers: stateless ones seeded by `self.step` are the same on any
+        number of replicas, and after a restart.
+        """
+        return batch
+
     def after_step(self) -> None:
-        """Called in each replica after the updates of a step, such as to move a target network."""
-        return
+        """Called once after a step's updates, such as to move a target network.
+
+        Called outside of replicas: an assignment changes all copies of a variable, and may be made
+        under a `tf.cond`. `self.step` counts the step already.
+        """
 
     def finish_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
         """Called after an evaluation; may add metrics that need more than one example."""
