@@ -1,0 +1,166 @@
+"""Shared by all tests: three logical CPU devices, small datasets, and runs of the command.
+
+The devices are set once, before anything touches them; a test chooses how many with --num_devices.
+GPUs are hidden: what is tested here must hold without them.
+"""
+
+import os
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import parts
+import pytest
+import tensorflow as tf
+
+from pipelines import cli
+from trainer import main as main_lib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NUM_DEVICES = 3
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES,
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """A run's folder, and what came of the command."""
+
+    dir: pathlib.Path
+    code: int = 0
+    out: str = ""
+    err: str = ""
+
+    @property
+    def result(self):
+        return json.loads((self.dir / "result.json").read_text())
+
+    def rows(self, split):
+        path = self.dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if row["split"] == split]
+
+    def column(self, name, split="train"):
+        return [row[name] for row in self.rows(split)]
+
+    def variables(self, folder="checkpoints"):
+        """Every variable of the newest checkpoint, by its name there."""
+        reader = tf.train.load_checkpoint(str(self.dir / folder))
+        names = [n for n in reader.get_variable_to_shape_map() if n.startswith("variables/")]
+        return {name.split("/")[1]: reader.get_tensor(name) for name in names}
+
+    def weights(self, folder="checkpoints"):
+        """The model's variables of the newest checkpoint."""
+        found = self.variables(folder).items()
+        return {name: value for name, value in found if name.startswith("models.")}
+
+    @property
+    def error(self):
+        """The last line on stderr."""
+        return self.err.strip().splitlines()[-1] if self.err.strip() else ""
+
+
+class Command:
+    """Runs trainer.main on small data: in this process by calling it, or as a process."""
+
+    quiet = ("--export=false", "--tensorboard=false", "--progress=false")
+
+    def __init__(self, folder, data_dir, capture=None):
+        self._folder, self._data_dir, self._capture = folder, data_dir, capture
+        self._count = 0
+
+    def __call__(self, *flags, model_dir=None, code=0):
+        """Runs in this process and expects an exit code; later flags replace earlier ones."""
+        run = Run(pathlib.Path(model_dir or self.new_folder()))
+        if self._capture:
+            self._capture.readouterr()
+        try:
+            cli.run(main_lib.main, ["trainer", *self.flags(run.dir), *flags])
+        except SystemExit as stop:
+            run.code = stop.code
+        if self._capture:
+            run.out, run.err = self._capture.readouterr()
+        assert run.code == code, run.err
+        return run
+
+    def start(self, *flags, model_dir=None, env=None):
+        """Starts a process; returns (Run, Popen)."""
+        run = Run(pathlib.Path(model_dir or self.new_folder()))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.main", *self.flags(run.dir), *flags],
+            cwd=self._folder,
+            env=environment(**(env or {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return run, process
+
+    def process(self, *flags, code=0, **options):
+        """Runs as a process and expects an exit code."""
+        return finish(*self.start(*flags, **options), code=code)
+
+    def copy_of(self, run):
+        """A copy of a run's folder, to be damaged."""
+        return Run(pathlib.Path(shutil.copytree(run.dir, self.new_folder())))
+
+    def flags(self, model_dir):
+        return [f"--data_dir={self._data_dir}", f"--model_dir={model_dir}", *self.quiet]
+
+    def new_folder(self):
+        self._count += 1
+        return self._folder / f"run{self._count}"
+
+
+def words(text):
+    """Flags, from the way one types them."""
+    return text.split()
+
+
+def finish(run, process, code=0):
+    """Waits for a started process and expects an exit code."""
+    run.out, run.err = process.communicate(timeout=300)
+    run.code = process.returncode
+    assert run.code == code, run.err
+    return run
+
+
+def environment(**changes):
+    """The environment of a process that finds the package and the tests' modules."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return {**os.environ, "PYTHONPATH": paths, **changes}
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Where the small datasets are prepared, once each."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def command(tmp_path, data_dir, capfd):
+    """See `Command`."""
+    return Command(tmp_path, data_dir, capfd)
+
+
+@pytest.fixture(scope="module")
+def module_command(tmp_path_factory, data_dir):
+    """The same for the fixtures of a module, without what was printed."""
+    return Command(tmp_path_factory.mktemp("module"), data_dir)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """What the parts have recorded in one test is none of the next one's business."""
+    parts.SEEN.clear()
+    parts.PROBE.clear()

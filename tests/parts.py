@@ -1,0 +1,306 @@
+"""Models, losses, augmentations and callbacks, named on the command line as parts:name."""
+
+import collections
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+layers = keras.layers
+
+# Models.
+
+
+def _net(spec, *stack):
+    # Named, so that variables have the same paths in every run of a process.
+    return keras.Sequential([keras.Input(spec.input_shape), *stack], name="net")
+
+
+def line(spec):
+    """One weight, 1, no bias: the reference problem's model."""
+    return _net(spec, _ones())
+
+
+def line_l2(spec):
+    """The same with a penalty of w^2."""
+    return _net(spec, _ones(kernel_regularizer=keras.regularizers.L2(1.0)))
+
+
+def _ones(**options):
+    return layers.Dense(1, use_bias=False, kernel_initializer="ones", name="line", **options)
+
+
+def linear(spec):
+    """Predictions or logits linear in the input."""
+    return _net(spec, layers.Flatten(), layers.Dense(spec.num_classes or 1, name="out"))
+
+
+def normed(spec):
+    """Batch norm and an L2 penalty, nothing random."""
+    l2 = keras.regularizers.L2(0.01)
+    return _net(
+        spec,
+        layers.Flatten(),
+        # No bias: batch norm takes it out again, so that its gradient is nothing but rounding.
+        layers.Dense(6, use_bias=False, kernel_regularizer=l2, name="hidden"),
+        layers.BatchNormalization(momentum=0.8, name="norm"),
+        layers.ReLU(),
+        layers.Dense(spec.num_classes or 1, name="out"),
+    )
+
+
+def conv(spec):
+    """Convolution, batch norm and dropout: everything that makes a resume hard."""
+    return _net(
+        spec,
+        layers.Conv2D(4, 3, name="conv"),
+        layers.BatchNormalization(name="norm"),
+        layers.ReLU(),
+        layers.Flatten(),
+        layers.Dropout(0.3, name="drop"),
+        layers.Dense(spec.num_classes, name="out"),
+    )
+
+
+def dropped(spec):
+    """Adds up its inputs, of which half are dropped."""
+    return _net(spec, layers.Dropout(0.5, name="drop"), _ones())
+
+
+class Noise(layers.Layer):
+    """Adds noise from Keras's own generator, which no layer owns, and multiplies by another."""
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        return inputs + keras.random.normal(inputs.shape[1:])
+
+
+def noisy(spec):
+    """A model that draws at random in all the ways of Keras."""
+    return _net(
+        spec,
+        layers.GaussianNoise(0.1),
+        layers.RandomFlip(),
+        layers.Flatten(),
+        layers.AlphaDropout(0.2),
+        Noise(),
+        layers.Dense(spec.num_classes, name="out"),
+    )
+
+
+def two_outputs(spec):
+    """Of the wrong output shape wherever there are not two classes."""
+    return _net(spec, layers.Flatten(), layers.Dense(2))
+
+
+def not_a_model(spec):
+    """Something else than a Keras model."""
+    return "a model"
+
+
+def not_an_optimizer(learning_rate):
+    """Something else than an optimizer."""
+    return "an optimizer"
+
+
+def broken_model(spec):
+    """A model function with a mistake in it."""
+    raise ValueError("no such layer here")
+
+
+# Losses, metrics, regularizers.
+
+
+def squared(labels, outputs):
+    """(label - output)^2 of each example."""
+    return tf.square(tf.cast(labels, tf.float32) - outputs[:, 0])
+
+
+def mean_squared(labels, outputs):
+    """The mistake of returning the batch's mean."""
+    return tf.reduce_mean(squared(labels, outputs))
+
+
+def not_finite(labels, outputs, step):
+    """NaN from the fifth step on."""
+    return squared_logits(outputs) + tf.where(step < 4, 0.0, np.nan)
+
+
+def not_finite_once(labels, outputs, step):
+    """NaN in the fifth step, the first time."""
+
+    def once(step):
+        if step != 4 or "failed" in PROBE:
+            return np.float32(0)
+        PROBE["failed"] = True
+        return np.float32(np.nan)
+
+    return squared_logits(outputs) + tf.reshape(tf.numpy_function(once, [step], tf.float32), [])
+
+
+def squared_logits(outputs):
+    """A loss that needs no label."""
+    return tf.reduce_sum(tf.square(outputs), axis=1)
+
+
+def broken_loss(labels, outputs):
+    """A loss with a mistake in it."""
+    raise ValueError("no such term here")
+
+
+def huge_at_first(labels, outputs, step):
+    """Too large for float16 in the second step where the label is largest, so on one replica."""
+    large = tf.logical_and(tf.equal(step, 1), labels >= 3.0)
+    return squared(labels, outputs) * tf.where(large, 1e30, 1.0)
+
+
+def absolute(labels, outputs):
+    """A metric: |label - output|."""
+    return tf.abs(tf.cast(labels, tf.float32) - outputs[:, 0])
+
+
+def class_number(labels, outputs):
+    """A metric that depends on the labels alone."""
+    return tf.cast(labels, tf.float32)
+
+
+def slow_loss(labels, outputs):
+    """A step of 10 ms."""
+    loss = squared_logits(outputs)
+    return loss + _sleeping(0.01, loss)
+
+
+def slow_evaluation(labels, outputs):
+    """A metric that takes 0.3 s in evaluations, whose batches are of 11."""
+    errors = tf.cast(labels, tf.float32) * 0.0
+    return _sleeping(0.3, errors) if labels.shape[0] == 11 else errors
+
+
+def _sleeping(secs, like):
+    def sleep(values):
+        time.sleep(secs)
+        return np.zeros_like(values)
+
+    return tf.ensure_shape(tf.numpy_function(sleep, [like], tf.float32), like.shape)
+
+
+def terminates(labels, outputs):
+    """A metric that sends SIGTERM to the run when it evaluates, in batches of 11."""
+    errors = tf.cast(labels, tf.float32) * 0.0
+    if labels.shape[0] != 11 or os.environ.get("NO_TERMINATION"):
+        return errors
+
+    def send(errors):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return errors
+
+    return tf.ensure_shape(tf.numpy_function(send, [errors], tf.float32), errors.shape)
+
+
+def weight_squared(model):
+    """A regularizer: the square of the model's only weight."""
+    return tf.reduce_sum(tf.square(model.trainable_variables[0]))
+
+
+# What the compiled step sees, told to the test. Works in one process and without XLA.
+
+SEEN = collections.defaultdict(dict)  # step -> replica -> values
+
+
+def seen():
+    """step -> values of the whole batch, in the order of the replicas; forgets them."""
+    found = {s: np.concatenate([parts[r] for r in sorted(parts)]) for s, parts in SEEN.items()}
+    SEEN.clear()
+    return found
+
+
+def sees_labels(labels, outputs, step):
+    """A loss of 0 that notes the labels of each replica's rows, step by step."""
+    return _noting(labels, outputs, step)
+
+
+def sees_outputs(labels, outputs, step):
+    """A loss of 0 that notes the model's outputs."""
+    return _noting(outputs[:, 0], outputs, step)
+
+
+def _noting(values, outputs, step):
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    def note(step, replica, values):
+        SEEN[int(step)][int(replica)] = values.copy()
+        return np.float32(0)
+
+    zero = tf.numpy_function(note, [step, replica, values], tf.float32)
+    return outputs[:, 0] * 0.0 + tf.reshape(zero, [])
+
+
+# Augmentations.
+
+
+def draw(example, seed):
+    """An augmentation that puts what it drew into the label: id + a number in [0, 1)."""
+    noise = tf.random.stateless_uniform([], seed)
+    return {**example, "y": tf.floor(example["y"]) + noise * 0.9}
+
+
+def numpy_noise(example, seed):
+    """An augmentation in numpy, which forgets shapes."""
+
+    def add(x, seed):
+        return x + np.random.default_rng(abs(seed)).normal(size=x.shape).astype(np.float32)
+
+    return {**example, "x": tf.numpy_function(add, [example["x"], seed], tf.float32)}
+
+
+def slow(example, seed):
+    """An augmentation of 5 ms an example."""
+    return {**example, "x": example["x"] + _sleeping(0.005, example["x"])}
+
+
+def forgets_entries(example, seed):
+    """The mistake of returning a part of the example."""
+    return {"x": example["x"]}
+
+
+# Callbacks.
+
+PROBE = {}
+
+
+def probe(event, loop):
+    """Keeps what the beginning and the end of training look like, on every replica."""
+    task = loop.task
+    if event == "begin":
+        PROBE["initial"] = [v.numpy() for v in task.models["model"].variables]
+    if event != "end":
+        return
+    variables = [v for model in task.models.values() for v in model.variables]
+    for update in task.updates:
+        variables += update.optimizer.variables
+    # By place and name: Keras numbers the optimizers of a process in their paths.
+    PROBE["copies"] = {f"{i}.{v.name}": copies(v.value) for i, v in enumerate(variables)}
+    PROBE["iterations"] = [int(update.optimizer.iterations.numpy()) for update in task.updates]
+    PROBE["model"] = task.models["model"]
+    PROBE["traces"] = loop.stepper._train.experimental_get_tracing_count()
+
+
+def copies(variable):
+    """The value on each replica."""
+    strategy = tf.distribute.get_strategy()
+    return [value.numpy() for value in strategy.experimental_local_results(variable)]
+
+
+def dawdle(event, loop):
+    """Makes a run long enough to be killed in the middle."""
+    time.sleep(0.02)
+
+
+def terminate_at_step_7(event, loop):
+    """Sends SIGTERM to the run; step 7 must end a call, as with --steps_per_loop=1."""
+    if event == "step" and loop.step == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
