@@ -91,7 +91,8 @@ def reduced_gradients(
       sums: receives the loss, the update's values and the gradient's norm before clipping.
 
     Returns:
-      (gradients of `update.variables`, clipped; scalar bool: whether all of them are finite).
+      (gradients of `update.variables`, clipped; scalar bool: whether all of them and this
+      replica's losses are finite).
     """
     context = tf.distribute.get_replica_context()
     num_replicas = context.num_replicas_in_sync
@@ -109,7 +110,8 @@ def reduced_gradients(
         gradients = [g / factor for g in gradients]
     norm = tf.linalg.global_norm(gradients)
     _report(sums, update, batch[WEIGHT], values, penalty, norm, num_replicas)
-    return _clip(gradients, norm, settings), tf.math.is_finite(norm)
+    finite = tf.math.is_finite(norm + tf.reduce_sum(values["loss"]) + penalty)
+    return _clip(gradients, norm, settings), finite
 
 
 def _local_gradients(update, batch, total_weight, factor, settings, num_replicas):

@@ -199,6 +199,7 @@ class Job:
                 self.stepper.compile(self.data.train.element_spec())
             if self.data.evaluation:
                 self.stepper.compile(self.data.evaluation.element_spec(1), evaluating=True)
+                self.loop.check_metrics()
         except UserError:
             raise
         except Exception as error:
@@ -403,6 +404,12 @@ def _open_model_dir(config: TrainConfig) -> pathlib.Path:
         probe.unlink()
     except OSError as error:
         raise UserError(f"--model_dir={path}: cannot write there: {error.strerror}") from error
+    for name in ("checkpoints", "best", "tensorboard", "export"):
+        if (path / name).exists() and not (path / name).is_dir():
+            raise UserError(f"--model_dir={path}: {name} in it must be a folder")
+    for name in ("metrics.jsonl", "flags.txt", "result.json"):
+        if (path / name).is_dir():
+            raise UserError(f"--model_dir={path}: {name} in it must be a file")
     return path
 
 

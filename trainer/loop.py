@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -359,14 +360,25 @@ class Loop:
         row = self.progress.last_eval
         return row is None or row["step"] != self.step
 
+    def check_metrics(self) -> None:
+        """Refuses names of metrics that the evaluation, once traced, is known not to yield."""
+        if type(self.task).finish_evaluation is Task.finish_evaluation:  # it may add others
+            self._check_metrics(self.stepper.eval_sums.names)
+
+    def _check_metrics(self, names: Collection[str]) -> None:
+        target = self.config.target_metric and parse_target(self.config.target_metric)[0]
+        metric = self.config.best_metric or self.task.best_metric
+        for flag, name in (("best_metric", metric), ("target_metric", target)):
+            if name and name not in names:
+                raise UserError(f"--{flag}={name}: evaluation yields {_metric_names(names)}")
+
     def _evaluate_and_judge(self) -> None:
         row = self.evaluate()
         self.report.write(row)
         _log.info("%s", describe(row, self.task.total_steps))
         self.progress.last_eval = row
+        self._check_metrics(row)
         metric = self.config.best_metric or self.task.best_metric
-        if metric not in row:
-            raise UserError(f"--best_metric={metric}: evaluation yields {_metric_names(row)}")
         if self.progress.best is None or _is_better(metric, row, self.progress.best):
             self.progress.best = row
             self.progress.evals_without_gain = 0
@@ -384,8 +396,6 @@ class Loop:
             return f"{patience} evaluations without a better result"
         if self.config.target_metric:
             name, sign, value = parse_target(self.config.target_metric)
-            if name not in row:
-                raise UserError(f"--target_metric={name}: evaluation yields {_metric_names(row)}")
             if row[name] >= value if sign == ">=" else row[name] <= value:
                 return f"{name} reached {self.config.target_metric}"
         return None
@@ -445,11 +455,13 @@ _LOWER_IS_BETTER = re.compile(r"loss|mse|mae|error|score|perplexity", re.IGNOREC
 
 
 def _is_better(metric: str, row: dict[str, Any], best: dict[str, Any]) -> bool:
+    if math.isnan(best[metric]):
+        return True
     if _LOWER_IS_BETTER.search(metric):
         return row[metric] < best[metric]
     return row[metric] > best[metric]
 
 
-def _metric_names(row: dict[str, Any]) -> str:
+def _metric_names(names: Collection[str]) -> str:
     skipped = {"split", "step", "examples", "seconds", "weights"}
-    return ", ".join(name for name in row if name not in skipped)
+    return ", ".join(name for name in names if name not in skipped)

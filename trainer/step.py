@@ -154,7 +154,7 @@ class Stepper:
             return result
 
         grads, finite = self.strategy.run(gradients, (rows,))
-        finite = self.strategy.experimental_local_results(finite)[0]
+        finite = tf.reduce_all(tf.stack(self.strategy.experimental_local_results(finite)))
 
         def apply():
             self.strategy.run(lambda g: gradients_lib.apply(update, g), (grads,))
@@ -162,9 +162,11 @@ class Stepper:
         if scale is None:
             apply()
             return finite
+        # At the lowest scale it is not the scale that makes them overflow.
+        may_go_on = tf.logical_or(finite, scale.value > 1.0)
         # Outside of replicas: a branch inside one may not communicate.
         tf.cond(finite, lambda: (apply(), scale.grow())[1], scale.shrink)
-        return tf.constant(True)
+        return may_go_on
 
     def _eval_steps(self, chunk: Batch, count: tf.Tensor) -> None:
         def body(index):

@@ -43,6 +43,11 @@ class MetricSums:
         self._pending.clear()
         self.variable.assign_add(updates)
 
+    @property
+    def names(self) -> list[str]:
+        """What was added so far or, while a step is only traced, will be."""
+        return list(self._slots)
+
     def _slot(self, name: str) -> int:
         if name not in self._slots and len(self._slots) == _CAPACITY:
             raise UserError(f"a task may report at most {_CAPACITY} metrics")
