@@ -102,6 +102,18 @@ def not_a_model(spec):
     return "a model"
 
 
+def plain_sgd(learning_rate):
+    """An optimizer function."""
+    return keras.optimizers.SGD(learning_rate)
+
+
+def rising(learning_rate, total_steps):
+    """A schedule function: the rate times the step."""
+    return keras.optimizers.schedules.PolynomialDecay(
+        0.0, total_steps, end_learning_rate=learning_rate * total_steps
+    )
+
+
 def not_an_optimizer(learning_rate):
     """Something else than an optimizer."""
     return "an optimizer"
@@ -152,10 +164,26 @@ def broken_loss(labels, outputs):
     raise ValueError("no such term here")
 
 
-def huge_at_first(labels, outputs, step):
-    """Too large for float16 in the second step where the label is largest, so on one replica."""
-    large = tf.logical_and(tf.equal(step, 1), labels >= 3.0)
-    return squared(labels, outputs) * tf.where(large, 1e30, 1.0)
+def overflows_once(labels, outputs, step):
+    """Too large for a loss scale in the second step, for the labels of the second half alone."""
+    too_large = tf.logical_and(tf.equal(step, 1), labels >= 18)
+    return 0.01 * squared(labels, outputs) * tf.where(too_large, 1e37, 1.0)
+
+
+def skips_once(labels, outputs, step):
+    """The same loss, constant in the second step."""
+    return 0.01 * squared(labels, outputs) * tf.where(tf.equal(step, 1), 0.0, 1.0)
+
+
+def nothing(labels, outputs):
+    """A loss of 0 with a gradient of 0."""
+    return tf.reduce_sum(outputs, axis=1) * 0.0
+
+
+def step_and_weight(labels, outputs, model, step):
+    """A loss that uses all that is offered."""
+    weight = model.trainable_variables[0][0, 0]
+    return outputs[:, 0] * 0.0 + tf.cast(step, tf.float32) + weight
 
 
 def absolute(labels, outputs):
@@ -204,6 +232,11 @@ def terminates(labels, outputs):
 def weight_squared(model):
     """A regularizer: the square of the model's only weight."""
     return tf.reduce_sum(tf.square(model.trainable_variables[0]))
+
+
+def no_penalty(model):
+    """A regularizer that takes the model's own penalties out again."""
+    return -tf.add_n(model.losses)
 
 
 # What the compiled step sees, told to the test. Works in one process and without XLA.
