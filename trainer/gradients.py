@@ -13,7 +13,9 @@ from trainer.config import TrainConfig
 from trainer.sums import MetricSums
 from trainer.tasks.base import Batch, Update
 
-_INITIAL_SCALE = 2.0**15
+# Ten bits are more than gradients of most models need (Micikevicius et al. use 3 to 15), and few
+# enough that those of a plain problem do not overflow in the first steps.
+_INITIAL_SCALE = 2.0**10
 _SCALE_GROWTH_STEPS = 2000
 
 

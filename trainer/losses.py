@@ -51,8 +51,9 @@ def _keras_loss(name: str) -> LossFn:
     }
     key = name.lower()
     if key not in functions:
-        try:  # a class name such as MeanSquaredError has a function behind it
-            key = keras.losses.get(name).fn.__name__
+        try:  # a short name such as mse, or a class such as MeanSquaredError: a function is behind
+            found = keras.losses.get(name)
+            key = getattr(found, "fn", found).__name__
         except (ValueError, AttributeError):
             raise UserError(
                 f"--loss={name}: unknown; choose one of {', '.join(sorted(functions))}, or "
