@@ -1,6 +1,7 @@
 """The job, device, model, optimisation and bookkeeping flags, and the dataclass they become."""
 
 import dataclasses
+import math
 import re
 
 from absl import flags
@@ -9,6 +10,7 @@ from pipelines import UserError, cli
 
 MODES = ("train", "eval", "train_and_eval", "export")
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored")
+GAN_PENALTIES = ("none", "r1", "gp")
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
@@ -40,6 +42,9 @@ class TrainConfig:
     l2: float = 0.0
     hidden_units: tuple[int, ...] = (128,)
     freeze: str | None = None
+    latent_dim: int = 64
+    gan_penalty: str = "r1"
+    gan_penalty_weight: float | None = None
     train_epochs: int | None = None
     train_steps: int | None = None
     steps_per_loop: int | None = None
@@ -81,6 +86,17 @@ class TrainConfig:
             len(self.profile_steps) != 2 or not 0 < self.profile_steps[0] <= self.profile_steps[1]
         ):
             raise UserError("--profile_steps takes first,last: two steps, counted from 1, in order")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(n, float) and not math.isfinite(n) for n in numbers):
+                raise UserError(f"--{field.name}={value}: must be a finite number")
+        if min(self.class_weights, default=0.0) < 0:
+            given = ",".join(map(str, self.class_weights))
+            raise UserError(f"--class_weights={given}: none may be negative")
+        if list(self.lr_boundaries) != sorted(set(self.lr_boundaries)):
+            given = ",".join(map(str, self.lr_boundaries))
+            raise UserError(f"--lr_boundaries={given}: must rise from step to step")
         if self.target_metric:
             parse_target(self.target_metric)
         if self.freeze:
@@ -212,6 +228,14 @@ def _define_model(values):
     f.number("l2", "L2 penalty: this times the sum of squares of all kernels.")
     f.items("hidden_units", "Units of each hidden dense layer of --model=mlp and cnn.")
     f.string("freeze", "Regular expression: layers whose path it finds are not trained.")
+    f.integer("latent_dim", "Numbers from which --task=gan generates an image.")
+    f.choice(
+        "gan_penalty",
+        GAN_PENALTIES,
+        "On the discriminator's gradient by its input: r1 at real images, gp between real and "
+        "generated ones.",
+    )
+    f.number("gan_penalty_weight", "Weight of --gan_penalty (default: 1 for r1, 10 for gp).")
 
 
 def _define_optimisation(values):
@@ -276,6 +300,10 @@ _ITEM_TYPES = {
 }
 
 
+_SUPERVISED_TASKS = ("auto", "classification", "regression")
+_SUPERVISED = ("loss", "label_smoothing", "class_weights", "l2", "regularizer", "metrics")
+
+
 def config_from_flags(values: flags.FlagValues) -> TrainConfig:
     """Reads the flags that `define_flags` and the pipeline's `define_flags` defined.
 
@@ -298,6 +326,7 @@ def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
     """A flag that this run would ignore is an error, not a surprise."""
     needs = {
         "hidden_units": (config.model in ("auto", "mlp", "cnn"), "--model=mlp or cnn"),
+        **dict.fromkeys(_SUPERVISED, (config.task != "gan", "a task that learns labels")),
         "lr_boundaries": (config.lr_schedule == "piecewise", "--lr_schedule=piecewise"),
         "lr_decay_steps": (config.lr_schedule == "exponential", "--lr_schedule=exponential"),
         "lr_decay_rate": (
@@ -310,6 +339,9 @@ def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
         "best_metric": (config.mode != "train", "an evaluation, not --mode=train"),
         "eval_epochs": (config.mode != "train", "an evaluation, not --mode=train"),
         "eval_steps": (config.mode != "train", "an evaluation, not --mode=train"),
+        "latent_dim": (config.task not in _SUPERVISED_TASKS, "--task=gan"),
+        "gan_penalty": (config.task not in _SUPERVISED_TASKS, "--task=gan"),
+        "gan_penalty_weight": (config.gan_penalty != "none", "--gan_penalty=r1 or gp"),
     }
     for name, (used, what) in needs.items():
         if cli.changed(values, name) and not used:

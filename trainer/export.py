@@ -21,20 +21,46 @@ def write(folder: str, model: keras.Model, spec: Spec, predictions: PredictFn) -
       spec: the data's spec.
       predictions: turns the model's outputs into what serves them.
     """
+    _save(folder, model, _Serving(model, spec, predictions).signatures())
+
+
+def write_generator(folder: str, generator: keras.Model, spec: Spec) -> None:
+    """Writes model.keras (latents to images in [0, 1]) and saved_model (latents to stored images).
+
+    Args:
+      folder: where to; made if missing.
+      generator: takes float32 [batch, latent_dim].
+      spec: the data's spec; images are served in its type.
+    """
+    dtype = tf.as_dtype(spec.input_dtype)
+
+    def generate(latents):
+        images = tf.cast(generator(latents, training=False), tf.float32)
+        if dtype.is_integer:
+            images = tf.cast(tf.round(images * dtype.max), dtype)
+        return {"images": images}
+
+    latents = tf.TensorSpec([None, *generator.input_shape[1:]], tf.float32, name="latents")
+    function = tf.function(generate).get_concrete_function(latents)
+    _save(folder, generator, {"serving_default": function})
+
+
+def _save(folder: str, model: keras.Model, signatures: dict[str, Callable]) -> None:
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     model.save(path / "model.keras")
-    serving = _Serving(model, spec, predictions)
-    tf.saved_model.save(serving, str(path / "saved_model"), signatures=serving.signatures())
+    serving = tf.Module()
+    # The saver wants an owner for whatever the functions read, Keras's generator included.
+    read = [v for function in signatures.values() for v in function.graph.variables]
+    serving.read = list({id(whole(v)): whole(v) for v in read}.values())
+    tf.saved_model.save(serving, str(path / "saved_model"), signatures=signatures)
 
 
-class _Serving(tf.Module):
+class _Serving:
     """The model with its preprocessing and postprocessing."""
 
     def __init__(self, model: keras.Model, spec: Spec, predictions: PredictFn):
-        super().__init__()
         self._model, self._spec, self._predictions = model, spec, predictions
-        self._variables: list[tf.Variable] = []
 
     def signatures(self) -> dict[str, Callable]:
         """`serving_default` and, for images, `serve_encoded`."""
@@ -44,9 +70,6 @@ class _Serving(tf.Module):
         if spec.is_image and spec.input_dtype in ("uint8", "uint16"):
             encoded = tf.TensorSpec([None], tf.string, name="encoded")
             found["serve_encoded"] = tf.function(self._serve_encoded).get_concrete_function(encoded)
-        # The saver wants an owner for whatever the functions read, Keras's generator included.
-        read = [v for function in found.values() for v in function.graph.variables]
-        self._variables = list({id(whole(v)): whole(v) for v in read}.values())
         return found
 
     def _serve(self, inputs: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -32,9 +32,17 @@ _PROCESS_START = time.time()
 _LOCK = ".lock"
 
 # What a resumed run must share with its checkpoint; the rest is honoured as newly given.
-_IDENTITY_OF_MODEL = ("task", "model", "hidden_units", "mixed_precision_policy", "ema_decay")
+_IDENTITY_OF_MODEL = (
+    "task",
+    "model",
+    "hidden_units",
+    "mixed_precision_policy",
+    "ema_decay",
+    "latent_dim",
+)
 _IDENTITY_OF_TRAINING = (
     *_IDENTITY_OF_MODEL,
+    *("gan_penalty", "gan_penalty_weight"),
     *("loss", "regularizer", "label_smoothing", "class_weights", "l2", "freeze"),
     *("optimizer", "lr_schedule", "warmup_steps", "momentum", "weight_decay"),
     *("grad_clip_norm", "grad_clip_norm_per_variable", "grad_clip_value"),
@@ -214,7 +222,7 @@ class Job:
         step = manifest["step"]
         variables = self._variables
         if not self.config.training:
-            variables = {k: v for k, v in variables.items() if k.startswith("models.")}
+            variables = {k: v for k, v in variables.items() if k.startswith(("models.", "step"))}
         self.checkpoints.restore(step, variables, exact=self.config.training)
         self.loop.restore(step, manifest["state"])
         if self.config.training:

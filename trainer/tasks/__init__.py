@@ -23,7 +23,11 @@ __all__ = [
     "make_task",
 ]
 
-_TASKS = {"classification": Classification, "regression": Regression}
+_TASKS = {
+    "classification": Classification,
+    "regression": Regression,
+    "gan": "trainer.tasks.gan:Gan",  # by name, for it trains with what is built on tasks
+}
 
 
 def check_names(config: TrainConfig) -> None:
@@ -42,13 +46,13 @@ def check_names(config: TrainConfig) -> None:
 
 
 def _task_class(name: Any) -> type[Task]:
-    if not is_symbol(name):
-        if name in _TASKS:
-            return _TASKS[name]
+    if not is_symbol(name) and name not in _TASKS:
         raise UserError(
             f"--task={name}: unknown; choose auto, {', '.join(_TASKS)}, or module:Class"
         )
-    cls = load_symbol("task", name)
+    cls = _TASKS.get(name, name)
+    if is_symbol(cls):
+        cls = load_symbol("task", cls)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise UserError(f"--task={name}: not a subclass of trainer.Task")
     return cls
