@@ -18,10 +18,13 @@ _EXPORTS = {
     "call_symbol": "symbols",
     "cli": "cli",
     "config_from_flags": "config",
+    "cutmix": "mix",
     "define_flags": "config",
     "is_symbol": "symbols",
     "load_data": "pipeline",
     "load_symbol": "symbols",
+    "make_mix_fn": "mix",
+    "mixup": "mix",
     "symbol_name": "symbols",
     "to_model_input": "features",
 }

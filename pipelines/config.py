@@ -93,14 +93,17 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     boolean("shuffle", d.shuffle, "Visit the training split in a new order each epoch.")
     integer(
-        "shuffle_window", None, "Examples shuffled together by the stream reader (default: auto)."
+        "shuffle_window",
+        None,
+        "Examples the stream reader shuffles together (default: what fits in 128 MB, at least 8 "
+        "batches); its memory is a few times that.",
     )
     flags.DEFINE_enum(
         "reader",
         d.reader,
         READERS,
-        "memory holds the split in RAM; indexed reads records of local files in any order; stream "
-        "reads files from front to back; auto chooses and logs why.",
+        "memory holds the split in RAM; indexed reads single records from disk, in any order; "
+        "stream reads runs of neighbours and shuffles within a window; auto chooses and logs why.",
         flag_values=values,
     )
     boolean(
@@ -112,11 +115,17 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "augment",
         "",
-        "Augmentations of training examples, in order: flip, crop, ... or module:function called "
-        "with (example, seed).",
+        "Augmentations of training examples, in order: flip, crop, color, cutout, randaug, rrc "
+        "(random-resized crop; the default for images that vary in size, unless center is given), "
+        "mixup, cutmix, or module:function called with (example, seed).",
         flag_values=values,
     )
-    integer("image_size", None, "Side in pixels to which images are resized (default: as stored).")
+    integer(
+        "image_size",
+        None,
+        "Side in pixels of the square images a model sees (default: as stored; 224 for images that "
+        "vary in size).",
+    )
     integer(
         "num_parallel_calls",
         None,
@@ -133,7 +142,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "on_bad_record",
         d.on_bad_record,
         ("fail", "skip"),
-        "What to do with a record that cannot be decoded.",
+        "What to do with a record that cannot be read or decoded: stop, naming it, or give it "
+        "weight 0, log and count it.",
         flag_values=values,
     )
     boolean(

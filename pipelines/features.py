@@ -1,6 +1,7 @@
 """From a TFDS feature dictionary to the spec a model is built from."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from pipelines.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_IMAGE_SIZE = 224  # of ImageNet models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +130,43 @@ def usable_features(info: tfds.core.DatasetInfo, input_key: str, label_key: str)
     return {input_key: features[input_key], **extra, label_key: features[label_key]}
 
 
-def make_spec(info, input_key: str, label_key: str, features: dict[str, Any]) -> Spec:
-    """Describes the data; the classes of a plain integer label are filled in once it is read."""
+def varies_in_size(feature: Any) -> bool:
+    """Whether a feature is of images whose height and width are each image's own."""
+    return isinstance(feature, tfds.features.Image) and None in feature.shape
+
+
+def make_spec(
+    info, input_key: str, label_key: str, features: dict[str, Any], image_size: int | None
+) -> Spec:
+    """Describes the data; the classes of a plain integer label are filled in once it is read.
+
+    Raises:
+      UserError: for an image size of what is no image.
+    """
     source, target = features[input_key], features[label_key]
+    is_image = isinstance(source, tfds.features.Image)
+    if image_size and not is_image:
+        raise UserError(
+            f"--image_size: {input_key!r} of {info.name} is no image but {_describe_one(source)}"
+        )
+    if varies_in_size(source) and not image_size:
+        image_size = _DEFAULT_IMAGE_SIZE
+        _log.info("images vary in size: shown at %d pixels (--image_size)", image_size)
+    shape = (image_size, image_size, source.shape[-1]) if image_size else tuple(source.shape)
     is_class = isinstance(target, tfds.features.ClassLabel)
     named = is_class and target.num_classes is not None and target.names is not None
     num_classes = target.num_classes if is_class else None
     label_shape = tuple(target.shape)
     return Spec(
         input_key=input_key,
-        input_shape=tuple(source.shape),
+        input_shape=shape,
         input_dtype=tf.as_dtype(source.np_dtype).name,
         label_key=label_key,
         label_shape=label_shape,
         num_classes=num_classes,
         class_names=tuple(target.names) if named else None,
         output_shape=(num_classes,) if num_classes else label_shape,
-        is_image=isinstance(source, tfds.features.Image),
+        is_image=is_image,
         feature_keys=tuple(features),
     )
 
@@ -166,9 +191,10 @@ def _refusal(feature: Any) -> str | None:
     if isinstance(feature, (tfds.features.FeaturesDict, tfds.features.Dataset)):
         return "nested"
     shape = feature.shape
-    if not isinstance(shape, tuple) or any(side is None for side in shape):
+    is_image = isinstance(feature, tfds.features.Image)
+    if not isinstance(shape, tuple) or any(s is None for s in (shape[2:] if is_image else shape)):
         return f"of varying shape {shape}"
-    if isinstance(feature, tfds.features.Image) and shape[-1] not in (1, 3):
+    if is_image and shape[-1] not in (1, 3):
         return f"an image of {shape[-1]} channels"
     if isinstance(feature.np_dtype, dict):
         return "structured"
@@ -182,8 +208,8 @@ def _only(keys: list[str]) -> str | None:
 
 
 def _describe(features: dict[str, Any]) -> str:
-    def one(key, feature):
-        shape = getattr(feature, "shape", None)
-        return f"{key} ({type(feature).__name__} {shape})"
+    return ", ".join(f"{k} ({_describe_one(f)})" for k, f in features.items())
 
-    return ", ".join(one(k, f) for k, f in features.items())
+
+def _describe_one(feature: Any) -> str:
+    return f"{type(feature).__name__} {getattr(feature, 'shape', None)}"

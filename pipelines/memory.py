@@ -1,110 +1,161 @@
-"""The memory reader: a split read once, held as one tensor per feature, gathered by position."""
+"""The memory readers: a split is read once and held; batches are gathered from it by position."""
 
-import logging
 import os
 
 import numpy as np
 import tensorflow as tf
-import tensorflow_datasets as tfds
 from tqdm import tqdm
 
-from pipelines.errors import UserError
-from pipelines.source import Split, read_examples
+from pipelines import resources
+from pipelines.bad_records import BAD, BadRecords, Examples, Explained
+from pipelines.decode import Decoder
+from pipelines.records import Records
 
-_log = logging.getLogger(__name__)
-
-_READ_BATCH = 1024
-_MAX_SHARE_OF_FREE_MEMORY = 0.6
+_LOAD_BATCH = 512
+_ALIGNMENT = 64
+_CGROUPS = (  # (limit, use) in bytes: version 2, version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
 
 
 class MemoryReader:
-    """Examples of one split, in memory.
+    """Examples of fixed shape, one tensor per feature.
 
     Attributes:
       num_examples: examples held.
-      arrays: feature key -> array [num_examples, ...].
+      types: types of one example.
+      bad: records that turned out unusable.
     """
 
-    name = "memory"
+    name, read_calls, decode = "memory", 0, None
 
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        """Takes arrays [num_examples, ...], in file order."""
-        with tf.device("cpu:0"):
-            self._tensors = {key: tf.constant(array) for key, array in arrays.items()}
-        self.arrays = {k: np.asarray(memoryview(t)) for k, t in self._tensors.items()}  # views
+    def __init__(self, arrays: dict[str, np.ndarray], bad: BadRecords):
+        """Takes arrays [num_examples, ...] by position; BAD among them if records are skipped."""
+        self._tensors = {key: host_tensor(array) for key, array in arrays.items()}
         self.num_examples = len(next(iter(arrays.values())))
+        self.types = {
+            key: tf.TensorSpec(t.shape[1:], t.dtype)
+            for key, t in self._tensors.items()
+            if key != BAD
+        }
+        self.bad = bad
 
-    def fetch(self, positions: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Examples at `positions` (int64 [m]), as tensors [m, ...]; graph code."""
+    def read(self, positions: tf.Tensor) -> Examples:
+        """Examples at int64 [m] positions, as tensors [m, ...]; graph code."""
         return {key: tf.gather(tensor, positions) for key, tensor in self._tensors.items()}
 
 
-def read_arrays(
-    builder: tfds.core.DatasetBuilder, split: Split, features: dict
-) -> dict[str, np.ndarray]:
-    """Reads and decodes a whole split, in file order, with a progress bar if it takes long.
+class EncodedReader:
+    """Examples whose images are held as they are encoded, and decoded each time.
 
-    Args:
-      builder: a prepared dataset.
-      split: what to read.
-      features: feature key -> TFDS feature of fixed shape.
+    Attributes: as of `MemoryReader`.
+    """
 
-    Returns:
-      feature key -> array [split.num_examples, *shape].
+    name, read_calls = "memory", 0
+
+    def __init__(self, arrays: dict[str, np.ndarray], decoder: Decoder, bad: BadRecords):
+        self._held, self._decoder = MemoryReader(arrays, bad), decoder
+        self.num_examples, self.bad = self._held.num_examples, bad
+        self.types = decoder.types
+        self.read = self._held.read
+
+    def decode(self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor) -> Examples:
+        """Decodes the images of what `read` returned; graph code."""
+        return self._decoder.finish(raw, positions, seeds)
+
+
+def load(records: Records, decoder: Decoder, split: str) -> MemoryReader:
+    """Reads and decodes a whole split of examples of fixed shape.
 
     Raises:
-      UserError: if the split does not fit in memory, a record cannot be decoded, or there are
-        fewer records than the dataset's metadata promises.
+      UserError: for a bad record that is not to be skipped.
     """
-    arrays = {
-        key: np.empty((split.num_examples, *f.shape), f.np_dtype) for key, f in features.items()
-    }
-    _check_fits(builder, split, sum(array.nbytes for array in arrays.values()))
-    batches = read_examples(builder, split, tuple(features)).batch(_READ_BATCH)
-    done = 0
-    with tqdm(total=split.num_examples, desc=f"reading {split}", delay=2, disable=None) as bar:
-        try:
-            for batch in batches.as_numpy_iterator():
-                size = len(next(iter(batch.values())))
-                for key, array in arrays.items():
-                    array[done : done + size] = batch[key]
-                done += size
-                bar.update(size)
-        except (tf.errors.OpError, ValueError) as error:
-            raise UserError(
-                f"{builder.info.full_name}, split {split}: cannot read the records after example "
-                f"{done} of the files in {builder.data_dir}: {_reason(error)}"
-            ) from error
-    if done != split.num_examples:
-        raise UserError(
-            f"{builder.info.full_name}, split {split}: {done} records in {builder.data_dir} where "
-            f"its metadata promises {split.num_examples}"
-        )
+
+    def examples(positions):
+        seeds = tf.zeros([_LOAD_BATCH, 2], tf.int32)  # nothing is drawn
+        return decoder.decode(records.tensor(positions), positions, seeds)
+
+    return MemoryReader(_load(records, examples, decoder.types, split), records.bad)
+
+
+def load_encoded(records: Records, decoder: Decoder, split: str) -> dict[str, np.ndarray]:
+    """Reads a whole split, leaving images encoded: arrays for `EncodedReader`.
+
+    Raises:
+      UserError: for a bad record that is not to be skipped.
+    """
+
+    def examples(positions):
+        return decoder.parse(records.tensor(positions), positions)
+
+    return _load(records, examples, decoder.parsed_types, split)
+
+
+def _load(records: Records, examples_fn, types, split: str) -> dict[str, np.ndarray]:
+    """Arrays [num_examples, ...] of `types`, and BAD where bad records are skipped."""
+    size = records.num_examples
+    if records.bad.skip:
+        types = {**types, BAD: tf.TensorSpec([], tf.bool)}
+    arrays = {key: empty((size, *t.shape), t.dtype.as_numpy_dtype) for key, t in types.items()}
+
+    def positions(start):
+        return tf.minimum(start + tf.range(_LOAD_BATCH, dtype=tf.int64), size - 1)
+
+    examples_fn = tf.autograph.experimental.do_not_convert(examples_fn)
+    calls = resources.num_cores()
+    dataset = tf.data.Dataset.range(0, size, _LOAD_BATCH).map(positions)
+    dataset = dataset.map(examples_fn, num_parallel_calls=calls).prefetch(1)
+    dataset = dataset.with_options(resources.dataset_options(calls))
+    dataset = Explained(dataset, split, records.bad)
+    bar = tqdm(total=size, desc=f"reading {split}", delay=2, disable=None)
+    with bar:
+        for i, batch in enumerate(dataset.as_numpy_iterator()):
+            start = i * _LOAD_BATCH
+            count = min(_LOAD_BATCH, size - start)
+            for key, array in arrays.items():
+                array[start : start + count] = batch[key][:count]
+            bar.update(count)
     return arrays
 
 
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "message", error)).splitlines()[0][:300]
+def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """An uninitialised array, aligned so that TensorFlow can use it in place."""
+    if np.dtype(dtype) == object:
+        return np.empty(shape, object)
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _check_fits(builder: tfds.core.DatasetBuilder, split: Split, num_bytes: int) -> None:
-    free = free_memory_bytes()
-    _log.info("holding %s in memory: %.1f MB (%.0f MB free)", split, num_bytes / 1e6, free / 1e6)
-    if num_bytes > _MAX_SHARE_OF_FREE_MEMORY * free:
-        raise UserError(
-            f"{builder.info.full_name}, split {split}: needs {num_bytes / 1e9:.1f} GB in memory, "
-            f"and {free / 1e9:.1f} GB are free; take a slice such as "
-            f"--train_split={split.name}[:10%]"
-        )
+def host_tensor(array: np.ndarray) -> tf.Tensor:
+    """A tensor in host memory that shares that of an array from `empty`, instead of copying it."""
+    if array.ctypes.data % _ALIGNMENT == 0 and array.flags.c_contiguous:
+        try:
+            return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+        except (BufferError, TypeError, tf.errors.OpError):  # a type that cannot be shared
+            pass
+    with tf.device("cpu:0"):
+        return tf.constant(array)
 
 
 def free_memory_bytes() -> int:
-    """Bytes this machine can still hand out without swapping."""
+    """Bytes this process can still take without swapping, a container's limit included."""
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
+            values = dict(line.split(":") for line in lines)
+        free.append(int(values["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in _CGROUPS:
+        try:
+            with open(limit) as limit_file, open(used) as used_file:
+                free.append(max(0, int(limit_file.read()) - int(used_file.read())))
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            pass
+    return min(free)

@@ -1,20 +1,23 @@
 """The order law: which examples form batch k, as arithmetic.
 
-Positions number a split's examples in file order, from 0. The order of an epoch is a permutation
-of the positions that depends on (seed, epoch, number of examples) alone, so any batch of any epoch
-is found without visiting those before it, and threads, replicas and restarts cannot change it.
+Positions number a split's examples in file order, from 0; slots number the places of an epoch. The
+order of an epoch maps slots to positions by a permutation that depends on (seed, epoch) and the
+order's own fields alone, so any batch of any epoch is found without visiting those before it, and
+threads, replicas and restarts cannot change it.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import tensorflow as tf
+
+from pipelines.randomness import epoch_words
 
 # Sorting random keys is the faster permutation up to here; above it, and without a table in
 # memory, a cipher with enough rounds to mix well. (index_shuffle's default of 4 does not: epochs of
 # 60,000 correlate at 0.9.)
 _MAX_SORTED = 10_000_000
 _CIPHER_ROUNDS = 12
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive seeds over all bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Order:
       shuffle: False keeps file order in every epoch.
       drop_remainder: whether the examples that do not fill a batch are left out of an epoch;
         otherwise the last batch is filled up with its own examples at weight 0.
+      window: None: every permutation of an epoch is as likely as another. Else blocks of `block`
+        neighbours are permuted over the whole split, and `window` examples at a time of what
+        follows from that are permuted fully: reading then needs few long reads and no more than
+        a window in memory.
+      block: neighbours in file order that come together into a window.
     """
 
     num_examples: int
@@ -35,6 +43,13 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     drop_remainder: bool = True
+    window: int | None = None
+    block: int = 1
+
+    @property
+    def slots_per_epoch(self) -> int:
+        """Rows of an epoch's batches, padding included."""
+        return self.steps_per_epoch * self.batch_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -55,20 +70,51 @@ class Order:
           epoch: int64 scalar, from 0.
 
         Returns:
-          int64 [steps_per_epoch * batch_size] positions. Those at and after `num_examples` repeat
-          the last batch's own examples, so that its statistics stay its own.
+          int64 [slots_per_epoch] positions. Those at and after `num_examples` repeat the last
+          batch's own examples, so that its statistics stay its own.
         """
-        slots = tf.range(self.steps_per_epoch * self.batch_size, dtype=tf.int64)
-        tail = self.num_examples % self.batch_size
-        if not self.drop_remainder and tail:
-            start = self.num_examples - tail
-            slots = tf.where(slots < self.num_examples, slots, start + (slots - start) % tail)
-        return permute(slots, self.num_examples, self.seed, epoch) if self.shuffle else slots
+        return self.lookup(epoch)(tf.range(self.slots_per_epoch, dtype=tf.int64))
 
-    def weights(self) -> tf.Tensor:
-        """float32 [steps_per_epoch * batch_size]: 1 for an example, 0 for padding."""
-        slots = tf.range(self.steps_per_epoch * self.batch_size, dtype=tf.int64)
+    def lookup(self, epoch: tf.Tensor | int) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Prepares one epoch's order: a function from int64 slots, any shape, to positions."""
+        if not self.shuffle:
+            return self._unpadded
+        if self.window:
+            permute = _from_table(self._windowed(epoch))
+        else:
+            permute = permutation(self.num_examples, epoch_words(self.seed, epoch))
+        return lambda slots: permute(self._unpadded(slots))
+
+    def weights(self, slots: tf.Tensor | None = None) -> tf.Tensor:
+        """float32 shaped like `slots` (None: all of an epoch): 1 for an example, 0 for padding."""
+        if slots is None:
+            slots = tf.range(self.slots_per_epoch, dtype=tf.int64)
         return tf.cast(slots < self.num_examples, tf.float32)
+
+    def _unpadded(self, slots: tf.Tensor) -> tf.Tensor:
+        """The slots whose examples fill the padded ones."""
+        tail = self.num_examples % self.batch_size
+        if self.drop_remainder or not tail:
+            return slots
+        start = self.num_examples - tail
+        if self.window:  # then from one window, to be read once
+            start = max(start, (self.num_examples - 1) // self.window * self.window)
+        tail = self.num_examples - start
+        return tf.where(slots < self.num_examples, slots, start + (slots - start) % tail)
+
+    def _windowed(self, epoch: tf.Tensor | int) -> tf.Tensor:
+        """int64 [num_examples]: positions, blocks permuted and then each window."""
+        size, block = self.num_examples, self.block
+        words = epoch_words(self.seed, epoch)
+        num_blocks = -(-size // block)
+        blocks = permutation(num_blocks, words)(tf.range(num_blocks, dtype=tf.int64))
+        rows = blocks[:, None] * block + tf.range(block, dtype=tf.int64)
+        rows = tf.boolean_mask(rows, rows < size)
+        # Sorting random keys that begin with the window's number permutes within each window.
+        keys = tf.cast(_random_words(size, words), tf.int64)
+        windows = tf.range(size, dtype=tf.int64) // self.window
+        keys += windows * 2**32
+        return tf.gather(rows, tf.argsort(keys, stable=True))
 
     def batch(self, step: int) -> list[int]:
         """Positions of the examples that form batch `step` (counted over epochs), without padding.
@@ -81,66 +127,26 @@ class Order:
         return [int(p) for p in self.epoch(epoch)[first:stop]]
 
 
-def permute(slots: tf.Tensor, size: int, seed: int, epoch: tf.Tensor | int) -> tf.Tensor:
-    """Maps slots of an epoch to positions: a permutation of range(size) drawn by (seed, epoch).
-
-    Args:
-      slots: int64 tensor of values in [0, size).
-      size: number of examples.
-      seed: any non-negative integer.
-      epoch: int64 scalar.
-
-    Returns:
-      int64 tensor shaped like `slots`.
-    """
-    words = _seed_words(seed, epoch)
-    if size > _MAX_SORTED:
-        return tf.raw_ops.RandomIndexShuffle(
-            index=slots,
-            seed=tf.bitcast(tf.concat([words, words[:1] ^ 0x5BD1E995], 0), tf.uint32),
-            max_index=tf.cast(size - 1, tf.int64),
-            rounds=_CIPHER_ROUNDS,
+def permutation(size: int, words: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A permutation of range(size) drawn by `words` (int32 [2]), as a function of int64 tensors."""
+    if size <= _MAX_SORTED:
+        table = tf.random.experimental.stateless_shuffle(
+            tf.range(size, dtype=tf.int64), seed=words, alg="philox"
         )
-    table = tf.random.experimental.stateless_shuffle(
-        tf.range(size, dtype=tf.int64), seed=words, alg="philox"
+        return _from_table(table)
+    seed = tf.bitcast(tf.concat([words, words[:1] ^ 0x5BD1E995], 0), tf.uint32)
+    return lambda slots: tf.raw_ops.RandomIndexShuffle(
+        index=slots,
+        seed=seed,
+        max_index=tf.constant(size - 1, tf.int64),
+        rounds=_CIPHER_ROUNDS,
     )
-    return tf.gather(table, slots)
 
 
-def _seed_words(seed: int, epoch: tf.Tensor | int) -> tf.Tensor:
-    """int32 [2] hashed from (seed, epoch)."""
-    mixed = hash64(tf.cast(epoch, tf.uint64) + tf.constant((seed * _MIX) % 2**64, tf.uint64))
-    return tf.bitcast(mixed, tf.int32)
+def _from_table(table: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor]:
+    return lambda slots: tf.gather(table, slots)
 
 
-def hash64(x: tf.Tensor) -> tf.Tensor:
-    """SplitMix64's finaliser (Steele, Lea and Flood 2014), element by element.
-
-    Args:
-      x: uint64 tensor.
-
-    Returns:
-      uint64 tensor of the same shape; every input bit affects every output bit.
-    """
-    shift, xor = tf.bitwise.right_shift, tf.bitwise.bitwise_xor
-    x = x + tf.constant(_MIX, tf.uint64)
-    x = xor(x, shift(x, tf.constant(30, tf.uint64))) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
-    x = xor(x, shift(x, tf.constant(27, tf.uint64))) * tf.constant(0x94D049BB133111EB, tf.uint64)
-    return xor(x, shift(x, tf.constant(31, tf.uint64)))
-
-
-def example_seeds(seed: int, epochs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-    """One stateless seed per example and epoch, whatever else is in its batch.
-
-    Args:
-      seed: the run's seed.
-      epochs: int64 [m].
-      positions: int64 [m].
-
-    Returns:
-      int32 [m, 2].
-    """
-    # The salt keeps augmentation apart from the permutation of the same (seed, epoch).
-    base = tf.constant((seed * _MIX + 0xA5A5A5A5) % 2**64, tf.uint64)
-    by_epoch = hash64(tf.cast(epochs, tf.uint64) + base)
-    return tf.bitcast(hash64(by_epoch + tf.cast(positions, tf.uint64)), tf.int32)
+def _random_words(size: int, words: tf.Tensor) -> tf.Tensor:
+    """uint32 [size] drawn by `words`, independent of the permutation drawn by them."""
+    return tf.random.stateless_uniform([size], words ^ 0x3C6EF372, None, None, tf.uint32, "philox")

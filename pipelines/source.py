@@ -8,7 +8,6 @@ import socket
 import sys
 import urllib.parse
 
-import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from pipelines.config import DataConfig
@@ -39,6 +38,34 @@ class Split:
         if self.skip == 0:
             return self.name
         return f"{self.name} from example {self.skip}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Neighbouring records of one file that belong to a split.
+
+    Attributes:
+      path: the file.
+      first: number of the first record, from 0.
+      count: records.
+      num_in_shard: records in the file, as the dataset's metadata promises.
+    """
+
+    path: str
+    first: int
+    count: int
+    num_in_shard: int
+
+
+def stretches(builder: tfds.core.DatasetBuilder, split: Split) -> list[Stretch]:
+    """Where a split's examples lie, in the order of their positions."""
+    found, skip, left = [], split.skip, split.num_examples
+    for f in builder.info.splits[split.name].file_instructions:
+        count = min(left, max(0, f.take - skip))
+        if count:
+            found.append(Stretch(f.filename, f.skip + skip, count, f.examples_in_shard))
+        skip, left = max(0, skip - f.take), left - count
+    return found
 
 
 def open_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
@@ -216,31 +243,9 @@ def _hold_out(train: Split) -> tuple[Split, Split]:
 
 def _num_shared(builder: tfds.core.DatasetBuilder, a: Split, b: Split) -> int:
     """Examples that both splits hold, counted from the stretches of the files they cover."""
-
-    def stretches(split):
-        for f in builder.info.splits[split.name].file_instructions:
-            yield f.filename, f.skip, f.skip + f.take
-
     return sum(
-        max(0, min(stop_a, stop_b) - max(start_a, start_b))
-        for file_a, start_a, stop_a in stretches(a)
-        for file_b, start_b, stop_b in stretches(b)
-        if file_a == file_b
+        max(0, min(x.first + x.count, y.first + y.count) - max(x.first, y.first))
+        for x in stretches(builder, a)
+        for y in stretches(builder, b)
+        if x.path == y.path
     )
-
-
-def read_examples(
-    builder: tfds.core.DatasetBuilder, split: Split, feature_keys: tuple[str, ...]
-) -> tf.data.Dataset:
-    """Reads a split from front to back, in file order, decoded by TFDS.
-
-    Returns:
-      A dataset of dictionaries with `feature_keys`.
-    """
-    dataset = builder.as_dataset(
-        split=split.name,
-        decoders=tfds.decode.PartialDecoding(dict.fromkeys(feature_keys, True)),
-        shuffle_files=False,
-        read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False),
-    )
-    return dataset.skip(split.skip).take(split.num_examples)

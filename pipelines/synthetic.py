@@ -16,28 +16,26 @@ class SyntheticReader:
     Images are uniform over their type's range, labels over the classes, other integers over 0..9,
     floats over [0, 1). The content depends on the types alone.
 
-    Attributes:
-      num_examples: examples it stands for.
-      arrays: feature key -> array [pool, ...] of the examples really held.
+    Attributes: as of every reader.
     """
 
-    name = "synthetic"
+    name, read_calls, decode, bad = "synthetic", 0, None, None
 
     def __init__(self, types: dict[str, tf.TensorSpec], spec: Spec, num_examples: int):
         """Takes the types of one example's features."""
         row_bytes = sum(t.dtype.size * t.shape.num_elements() for t in types.values())
         pool = min(num_examples, _POOL_EXAMPLES, max(1, _POOL_BYTES // row_bytes))
         rng = np.random.default_rng(0)
-        self.num_examples = num_examples
-        self.arrays = {
+        self.num_examples, self.types = num_examples, types
+        arrays = {
             key: _random(rng, (pool, *t.shape), t.dtype.as_numpy_dtype, _upper(spec, key))
             for key, t in types.items()
         }
         with tf.device("cpu:0"):
-            self._tensors = {key: tf.constant(array) for key, array in self.arrays.items()}
+            self._tensors = {key: tf.constant(array) for key, array in arrays.items()}
         self._pool = pool
 
-    def fetch(self, positions: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, positions: tf.Tensor) -> dict[str, tf.Tensor]:
         """Examples for `positions` (int64 [m]), as tensors [m, ...]; graph code."""
         rows = positions % self._pool
         return {key: tf.gather(tensor, rows) for key, tensor in self._tensors.items()}

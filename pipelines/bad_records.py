@@ -1,0 +1,182 @@
+"""What happens to records that cannot be used: the run ends naming one, or goes on without them."""
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from pipelines.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+_EXCEPTION = re.compile(r"[A-Za-z_.]*(Error|Exception)\b: ")
+
+BAD = "_bad"  # bool [m] in a reader's examples: the row is a stand-in and must not count
+
+Examples = dict[str, tf.Tensor]
+
+
+class BadRecords:
+    """The unusable records of one split met so far.
+
+    Attributes:
+      skip: whether they are left out; otherwise the first one ends the run.
+      failure: the error that ended it, for whoever receives TensorFlow's version of it.
+    """
+
+    def __init__(self, skip: bool, where: Callable[[int], str]):
+        """`where(position)` names a record's shard and number."""
+        self.skip, self.failure = skip, None
+        self._where = where
+        self._positions: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def note(self, position: int, reason: str) -> None:
+        """Counts and logs a record once.
+
+        Raises:
+          UserError: if bad records are not to be skipped.
+        """
+        with self._lock:
+            if position in self._positions:
+                return
+            if not self.skip:
+                self.failure = UserError(
+                    f"{self._where(position)}: {reason}; --on_bad_record=skip trains without it"
+                )
+                raise self.failure
+            self._positions.add(position)
+        _log.warning("skipping %s: %s", self._where(position), reason)
+
+    def note_missing(self, positions: range, reason: str) -> None:
+        """The same for a run of records, logged as one."""
+        if not self.skip:
+            raise UserError(f"{reason}; --on_bad_record=skip trains on the others")
+        self._positions.update(positions)
+        _log.warning("skipping %d records: %s", len(positions), reason)
+
+    def settle(
+        self,
+        examples: Examples,
+        bad: tf.Tensor,
+        positions: tf.Tensor,
+        reason: str,
+        values: tf.Tensor | None = None,
+    ) -> Examples:
+        """Graph code: notes the rows that are `bad` (bool [m]) and marks them under `BAD`.
+
+        In `reason` each row's own of `values` ([m, ...]) takes the place of "{}".
+        """
+        values = positions if values is None else values
+
+        def note_all(bad, positions, values):
+            for position, value in zip(positions[bad].tolist(), values[bad], strict=True):
+                self.note(position, reason.format(value))
+            return True
+
+        noted = tf.cond(
+            tf.reduce_any(bad),
+            lambda: tf.numpy_function(note_all, [bad, positions, values], tf.bool),
+            lambda: tf.constant(True),
+        )
+        with tf.control_dependencies([noted]):
+            examples = {key: tf.identity(tensor) for key, tensor in examples.items()}
+        if self.skip:
+            examples[BAD] = examples.get(BAD, tf.zeros_like(bad)) | bad
+        return examples
+
+
+def explain(error: tf.errors.OpError, what: str, bad: BadRecords | None) -> UserError:
+    """Turns what TensorFlow makes of an error in a pipeline back into the one line it is about.
+
+    Args:
+      error: what iterating raised.
+      what: names the data that was read.
+      bad: its bad records.
+    """
+    if bad is not None and bad.failure:
+        return bad.failure
+    # Of an exception in a user's function, its own line is in the middle of a traceback.
+    lines = str(error.message).splitlines() or [type(error).__name__]
+    line = next((line for line in lines if _EXCEPTION.match(line)), lines[0])
+    return UserError(f"{what}: {line[:500]}")
+
+
+def guarded(fn: Callable, inputs: tuple[tf.Tensor, ...], types: dict[str, tf.TensorSpec]):
+    """Calls `fn` on a whole batch and, only if that fails, on each example alone.
+
+    Args:
+      fn: graph code from tensors [m, ...] to a dictionary of tensors [m, ...].
+      inputs: tensors [m, ...] with m known.
+      types: types of one example of the result.
+
+    Returns:
+      (fn's result, with zeros for the examples on which it fails; bool [m], whether it fails).
+    """
+    size = inputs[0].shape[0]
+    zeros = {key: tf.zeros(t.shape, t.dtype) for key, t in types.items()}
+
+    def first_that_works(inputs, *attempts):
+        dataset = tf.data.Dataset.from_tensors(inputs).map(attempts[0]).ignore_errors()
+        for attempt in attempts[1:]:
+            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(inputs).map(attempt))
+        return dataset.take(1).get_single_element()
+
+    def whole(*inputs):
+        return fn(*inputs), tf.zeros([size], tf.bool)
+
+    def alone(*row):
+        result = fn(*(tensor[None] for tensor in row))
+        return {key: tensor[0] for key, tensor in result.items()}, tf.constant(False)
+
+    def stand_in(*row):
+        return zeros, tf.constant(True)
+
+    def one_by_one(*inputs):
+        return tf.map_fn(
+            lambda row: first_that_works(row, alone, stand_in),
+            inputs,
+            fn_output_signature=(types, tf.TensorSpec([], tf.bool)),
+            parallel_iterations=1,
+        )
+
+    return first_that_works(inputs, whole, one_by_one)
+
+
+class Explained(tf.data.Dataset):
+    """A dataset that, iterated in Python, raises `explain`ed errors."""
+
+    # How datasets from outside TensorFlow are written: a variant tensor, its inputs, its types.
+
+    def __init__(self, dataset: tf.data.Dataset, what: str, bad: BadRecords | None):
+        self._dataset, self._what, self._bad = dataset, what, bad
+        super().__init__(dataset._variant_tensor)
+
+    def __iter__(self):
+        return _ExplainedIterator(iter(self._dataset), self._what, self._bad)
+
+    @property
+    def element_spec(self):
+        return self._dataset.element_spec
+
+    def _inputs(self):
+        return [self._dataset]
+
+
+class _ExplainedIterator:
+    def __init__(self, iterator, what: str, bad: BadRecords | None):
+        self._iterator, self._what, self._bad = iterator, what, bad
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return next(self._iterator)
+        except tf.errors.OpError as error:
+            raise explain(error, self._what, self._bad) from error

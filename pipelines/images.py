@@ -1,0 +1,225 @@
+"""Encoded images to pixels of one size: only what is shown is decoded, at no more than its detail.
+
+An image of any size is shown through a window (y, x, height, width, in its own pixels) that is
+resized to the view's size. A JPEG is decoded within the window alone and, where the window has
+several times the view's pixels, at 1/2, 1/4 or 1/8 of its size, which the format gives nearly for
+free. Pixels that were decoded whole come out the same to the last bit (`decode_levels`), so what is
+held in memory does not change what a model sees.
+"""
+
+import dataclasses
+import math
+
+import tensorflow as tf
+
+from pipelines.randomness import salted, uniform
+
+REDUCTIONS = (1, 2, 4, 8)
+# Plain upsampling of the colours, unlike the fancy one, does not look beyond a window's edge.
+_JPEG = {"dct_method": "INTEGER_FAST", "fancy_upscaling": False}
+_CENTER_SHARE = 0.875  # of the shorter side: the customary 224 of 256 pixels
+_CROP_AREA = (0.08, 1.0)  # share of the image, as in Szegedy et al. 2014
+_CROP_ASPECT = (3 / 4, 4 / 3)
+_CROP_ATTEMPTS = 10
+_CROP_SALT = 0x9D7C
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How an image is shown.
+
+    Attributes:
+      size: (height, width) in pixels.
+      random: a window drawn by the example's seed (`random_windows`), or the one in the centre.
+    """
+
+    size: tuple[int, int]
+    random: bool
+
+    def windows(self, shapes: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+        """int32 [m, 4] windows into images of `shapes` (int32 [m, 2]), `seeds` int32 [m, 2]."""
+        return random_windows(shapes, seeds) if self.random else center_windows(shapes)
+
+
+def center_windows(shapes: tf.Tensor) -> tf.Tensor:
+    """The square in the centre with 7/8 of the shorter side: int32 [m, 4]."""
+    sides = tf.cast(tf.reduce_min(shapes, axis=1, keepdims=True), tf.float32) * _CENTER_SHARE
+    sides = tf.repeat(tf.maximum(1, tf.cast(tf.round(sides), tf.int32)), 2, axis=1)
+    return tf.concat([(shapes - sides) // 2, sides], axis=1)
+
+
+def random_windows(shapes: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+    """Random area and aspect ratio ("Inception" cropping, Szegedy et al. 2014): int32 [m, 4].
+
+    The first of ten draws that lies within the image counts; if none does, the largest window in
+    the centre with an allowed aspect ratio.
+    """
+    seeds = salted(seeds, _CROP_SALT)
+    tries = range(_CROP_ATTEMPTS)
+    area = _between(_CROP_AREA, uniform(seeds, *tries))
+    log_aspect = _between(
+        tuple(map(math.log, _CROP_ASPECT)), uniform(seeds, *(i + _CROP_ATTEMPTS for i in tries))
+    )
+    height, width = (tf.cast(shapes[:, i, None], tf.float32) for i in (0, 1))
+    area *= height * width
+    sides = tf.stack([tf.sqrt(area / tf.exp(log_aspect)), tf.sqrt(area * tf.exp(log_aspect))], 2)
+    sides = tf.cast(tf.round(sides), tf.int32)  # [m, attempts, 2]
+    fits = tf.reduce_all((sides >= 1) & (sides <= shapes[:, None]), axis=2)
+    first = tf.argmax(fits, axis=1)
+    sides = tf.gather(sides, first, axis=1, batch_dims=1)
+    room = tf.cast(shapes - sides + 1, tf.float32)
+    places = uniform(seeds, 2 * _CROP_ATTEMPTS, 2 * _CROP_ATTEMPTS + 1)
+    corners = tf.cast(tf.floor(places * room), tf.int32)
+    drawn = tf.concat([corners, sides], axis=1)
+    return tf.where(tf.reduce_any(fits, axis=1, keepdims=True), drawn, _widest(shapes))
+
+
+def _widest(shapes: tf.Tensor) -> tf.Tensor:
+    """The largest centred windows of an allowed aspect ratio."""
+    height, width = shapes[:, 0], shapes[:, 1]
+    sides = tf.stack(
+        [tf.minimum(height, _scaled(width, 4 / 3)), tf.minimum(width, _scaled(height, 4 / 3))], 1
+    )
+    return tf.concat([(shapes - sides) // 2, sides], axis=1)
+
+
+def _scaled(lengths: tf.Tensor, factor: float) -> tf.Tensor:
+    return tf.cast(tf.round(tf.cast(lengths, tf.float32) * factor), tf.int32)
+
+
+def _between(bounds: tuple[float, float], draws: tf.Tensor) -> tf.Tensor:
+    return bounds[0] + draws * (bounds[1] - bounds[0])
+
+
+def shapes_of(encoded: tf.Tensor) -> tf.Tensor:
+    """int32 [m, 2]: height and width of encoded images (string [m]), from their headers."""
+
+    def shape_of(data):
+        def png():  # the first chunk, https://www.w3.org/TR/png/#11IHDR, begins with width, height
+            sides = tf.io.decode_raw(tf.strings.substr(data, 16, 8), tf.int32, little_endian=False)
+            return tf.reverse(tf.ensure_shape(sides, [2]), [0])
+
+        def jpeg():
+            return tf.io.extract_jpeg_shape(data)[:2]
+
+        def other():
+            return tf.shape(tf.io.decode_image(data, expand_animations=False))[:2]
+
+        is_png = tf.equal(tf.strings.substr(data, 0, 4), b"\x89PNG")
+        return tf.case([(tf.io.is_jpeg(data), jpeg), (is_png, png)], default=other)
+
+    return tf.map_fn(
+        shape_of, encoded, fn_output_signature=tf.TensorSpec([2], tf.int32), parallel_iterations=1
+    )
+
+
+def reductions(windows: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
+    """int32 [m]: the largest of 1, 2, 4, 8 by which windows shrink without falling below `size`."""
+    spare = tf.reduce_min(windows[:, 2:] // tf.constant(tuple(size), tf.int32), axis=1)
+    return tf.reduce_max(
+        tf.where(spare[:, None] >= REDUCTIONS, REDUCTIONS, tf.ones_like(REDUCTIONS)), axis=1
+    )
+
+
+def decode_windows(encoded: tf.Tensor, windows: tf.Tensor, image: tf.TensorSpec) -> tf.Tensor:
+    """Decodes a window of each image.
+
+    Args:
+      encoded: string [m]: JPEG, PNG or whatever else `tf.io.decode_image` reads.
+      windows: int32 [m, 4].
+      image: type of one result, [height, width, channels] of uint8 or uint16.
+
+    Returns:
+      [m, height, width, channels].
+
+    Raises:
+      tf.errors.InvalidArgumentError: when run on what is no image.
+    """
+
+    def one(row):
+        data, window, reduction = row
+
+        def jpeg(ratio):
+            return tf.io.decode_and_crop_jpeg(
+                data, window // ratio, image.shape[-1], ratio=ratio, **_JPEG
+            )
+
+        def jpegs():
+            branches = [lambda r=r: jpeg(r) for r in REDUCTIONS]
+            return tf.switch_case(log2(reduction), branches)
+
+        def other():
+            pixels = tf.io.decode_image(data, image.shape[-1], image.dtype, expand_animations=False)
+            return shrink(cut(pixels, window), reduction)
+
+        if image.dtype == tf.uint8:
+            shown = tf.cond(tf.io.is_jpeg(data), jpegs, other)
+        else:
+            shown = other()
+        return resize(shown, image)
+
+    rows = (encoded, windows, reductions(windows, image.shape[:2]))
+    return tf.map_fn(one, rows, fn_output_signature=image, parallel_iterations=1)
+
+
+def log2(reductions: tf.Tensor) -> tf.Tensor:
+    """int32: 0, 1, 2, 3 for 1, 2, 4, 8; any shape."""
+    return tf.reduce_sum(tf.cast(reductions[..., None] > tf.constant(REDUCTIONS), tf.int32), -1)
+
+
+def decode_levels(data: tf.Tensor, num_levels: tf.Tensor, channels: int, dtype) -> tf.Tensor:
+    """Decodes one image whole, a JPEG at its first `num_levels` sizes: all pixels, flat.
+
+    What `decode_windows` shows of a JPEG at 1/r of its size is a part of the level of that size.
+    """
+
+    def jpegs():
+        levels = [
+            tf.cond(
+                level < num_levels,
+                lambda r=r: tf.reshape(tf.io.decode_jpeg(data, channels, r, **_JPEG), [-1]),
+                lambda: tf.zeros([0], tf.uint8),
+            )
+            for level, r in enumerate(REDUCTIONS)
+        ]
+        return tf.concat(levels, 0)
+
+    def other():
+        pixels = tf.io.decode_image(data, channels, dtype, expand_animations=False)
+        return tf.reshape(pixels, [-1])
+
+    return tf.cond(tf.io.is_jpeg(data), jpegs, other) if dtype == tf.uint8 else other()
+
+
+def cut(pixels: tf.Tensor, window: tf.Tensor) -> tf.Tensor:
+    """The part [h, w, channels] of `pixels` (height, width, channels) within a window."""
+    y, x, height, width = tf.unstack(window, num=4)
+    return pixels[y : y + height, x : x + width]
+
+
+def shrink(pixels: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Averages squares of `factor` pixels a side; what fills no square at the edge is left out."""
+
+    def means():
+        height, width = tf.shape(pixels)[0] // factor, tf.shape(pixels)[1] // factor
+        channels = pixels.shape[-1]
+        squares = tf.reshape(
+            pixels[: height * factor, : width * factor], [height, factor, width, factor, channels]
+        )
+        return _rounded(tf.reduce_mean(tf.cast(squares, tf.float32), axis=[1, 3]), pixels.dtype)
+
+    return tf.cond(factor > 1, means, lambda: pixels)
+
+
+def resize(pixels: tf.Tensor, image: tf.TensorSpec) -> tf.Tensor:
+    """Resizes one image of any size bilinearly to the shape and type of `image`."""
+    # What `tf.image.resize` comes to, without the dozen operations it checks its arguments with.
+    resized = tf.raw_ops.ResizeBilinear(
+        images=pixels[None], size=image.shape[:2], half_pixel_centers=True
+    )
+    return tf.ensure_shape(_rounded(resized[0], image.dtype), image.shape)
+
+
+def _rounded(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Nearest integer of values that are not negative; casting alone would darken."""
+    return tf.cast(values + 0.5, dtype) if dtype.is_integer else values
