@@ -22,7 +22,7 @@ from trainer import checkpoint, loop, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig
-from trainer.report import Report
+from trainer.report import Report, finite
 from trainer.signals import StopRequest
 from trainer.step import Stepper
 
@@ -168,6 +168,13 @@ class Job:
         if config.summary:
             for model in self.task.models.values():
                 model.summary()
+        _log.info(
+            "%s: %s parameters, %d replicas on %s",
+            ", ".join(self.task.models),
+            f"{self._parameters():,}",
+            self.strategy.num_replicas_in_sync,
+            ", ".join(strategy.describe_devices(self.strategy)),
+        )
         self.stepper = Stepper(self.task, self.strategy, config)
         callback = config.callback and load_symbol("callback", config.callback)
         self.loop = loop.Loop(
@@ -276,10 +283,12 @@ class Job:
         state = {**state, "num_classes": self.data.spec.num_classes}
         store.save(step, self._variables, self._identity(), state)
 
+    def _parameters(self) -> int:
+        return sum(model.count_params() for model in self.task.models.values())
+
     def _result(self) -> dict[str, Any]:
         progress, clock = self.loop.progress, self.clock
         train_secs = clock.total("train")
-        models = self.task.models.values()
         return {
             "steps": self.loop.step,
             "epochs": self.loop.step / self.task.steps_per_epoch,
@@ -299,7 +308,7 @@ class Job:
                 "train_examples": self.data.train.num_examples if self.data.train else None,
                 "eval_examples": self.data.evaluation and self.data.evaluation.num_examples,
             },
-            "parameters": sum(model.count_params() for model in models),
+            "parameters": self._parameters(),
             "versions": versions(),
             "model_dir": str(self.model_dir),
             "finished": True,
@@ -314,7 +323,7 @@ def _reason(error: Exception) -> str:
 
 
 def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
-    return row and {k: v for k, v in row.items() if k != key}
+    return row and {k: v for k, v in finite(row).items() if k != key}
 
 
 def versions() -> dict[str, str]:
@@ -329,16 +338,10 @@ def collect_variables(task: tasks.Task, stepper: Stepper) -> dict[str, tf.Variab
     Those of models and optimizers by place and name; then whatever else the traced steps read or
     write, such as the random state of a layer or of Keras as a whole.
     """
-    found: dict[str, tf.Variable] = {"step": task.step}
-
-    def add(prefix, variables):
-        for index, variable in enumerate(variables):
-            found[f"{prefix}.{index:03d}.{variable.name}"] = variable.value
-
-    for name, model in task.models.items():
-        add(f"models.{name}", model.variables)
+    found: dict[str, tf.Variable] = {"step": task.step, **tasks.model_variables(task)}
     for update in task.updates:
-        add(f"optimizers.{update.name}", update.optimizer.variables)
+        for index, variable in enumerate(update.optimizer.variables):
+            found[f"optimizers.{update.name}.{index:03d}.{variable.name}"] = variable.value
     found["train_sums"] = stepper.train_sums.variable
     for name, scale in stepper.scales.items():
         found[f"loss_scale.{name}.value"] = scale.value
