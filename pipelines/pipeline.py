@@ -68,7 +68,10 @@ def load_data(
     builder = source.open_builder(config)
     loader = _Loader(config, builder, numeric_labels)
     if loader.mixes and not mixing:
-        raise UserError(f"--augment={loader.mixes[0]}: mixes examples in training; not done here")
+        raise UserError(
+            f"--augment={loader.mixes[0]}: mixes in the training step, which needs "
+            "--task=classification"
+        )
     train_split, eval_split = source.choose_splits(builder, config, evaluating)
     if training:
         _check_batch(loader.train_order(train_split), train_split)

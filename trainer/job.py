@@ -95,7 +95,7 @@ class Job:
         self.report.close()
         result = self._result()
         if self.config.mode != "export":
-            text = json.dumps(result, indent=1)
+            text = json.dumps(finite(result), indent=1)
             checkpoint.write_atomically(self.model_dir / "result.json", text)
         return result
 
@@ -152,6 +152,7 @@ class Job:
             training=self.config.training,
             evaluating=self.config.evaluating,
             numeric_labels=self.config.task == "regression",
+            mixing=self.config.task in ("auto", "classification"),
         )
 
     def _build(self) -> None:
@@ -323,7 +324,7 @@ def _reason(error: Exception) -> str:
 
 
 def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
-    return row and {k: v for k, v in finite(row).items() if k != key}
+    return row and {k: v for k, v in row.items() if k != key}
 
 
 def versions() -> dict[str, str]:

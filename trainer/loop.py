@@ -275,6 +275,7 @@ class Loop:
             "examples_per_sec": examples / secs if secs else 0.0,
             "input_wait": self.clock.window("input") / secs if secs else 0.0,
             **self._overflows(),
+            **_skipped(self.train_pipeline),
         }
         self.clock.start_window()
         self.report.write(row)
@@ -349,6 +350,7 @@ class Loop:
             "examples": round(counts.get("examples", 0.0)),
             "seconds": secs,
             "weights": "average" if uses_average(self.task) else "raw",
+            **_skipped(self.eval_pipeline),
         }
 
     def _stop_in_evaluation(self) -> None:
@@ -399,6 +401,11 @@ class Loop:
             if row[name] >= value if sign == ">=" else row[name] <= value:
                 return f"{name} reached {self.config.target_metric}"
         return None
+
+
+def _skipped(pipeline: Pipeline) -> dict[str, int]:
+    """How many records were unusable, where there are any."""
+    return {"skipped_records": pipeline.skipped_records} if pipeline.skipped_records else {}
 
 
 class _Chunks:
@@ -463,5 +470,5 @@ def _is_better(metric: str, row: dict[str, Any], best: dict[str, Any]) -> bool:
 
 
 def _metric_names(names: Collection[str]) -> str:
-    skipped = {"split", "step", "examples", "seconds", "weights"}
+    skipped = {"split", "step", "examples", "seconds", "weights", "skipped_records"}
     return ", ".join(name for name in names if name not in skipped)

@@ -1,6 +1,5 @@
 """Classification and regression: one model, one optimizer, one loss per example."""
 
-import keras
 import tensorflow as tf
 
 from pipelines import UserError, load_symbol, symbol_name
@@ -93,23 +92,53 @@ class Classification(Supervised):
             raise UserError(
                 f"--class_weights has {len(weights)} numbers for {self.spec.num_classes} classes"
             )
-        if self.config.label_smoothing and self.config.loss:
-            raise UserError("--label_smoothing belongs to the default loss: leave --loss out")
+        self._mix_fn = self.data.mix_fn if self.data else None
+        if self.config.loss and (self.config.label_smoothing or self._mix_fn):
+            raise UserError(
+                "--label_smoothing, mixup and cutmix belong to the default loss: leave --loss out"
+            )
+        if self._mix_fn:
+            self._check_pairs()
         super().build()
 
-    def loss_per_example(self, batch: base.Batch, outputs: tf.Tensor) -> tf.Tensor:
-        smoothing = self.config.label_smoothing
-        labels = self.labels(batch)
-        if smoothing:
-            targets = tf.one_hot(labels, self.spec.num_classes)
-            loss = keras.losses.categorical_crossentropy(
-                targets, outputs, from_logits=True, label_smoothing=smoothing
+    def _check_pairs(self) -> None:
+        """Examples are mixed in pairs, which must not be parted between replicas."""
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        size, parts = self.data.train.batch_size, replicas * self.config.grad_accum_steps
+        if size % (2 * parts):
+            raise UserError(
+                f"--augment: mixup and cutmix mix pairs, but --batch_size={size} leaves "
+                f"{size // parts} examples to each of {parts} parts, an odd number"
             )
-        else:
-            loss = super().loss_per_example(batch, outputs)
-        if self.config.class_weights:
-            loss *= tf.gather(tf.constant(self.config.class_weights, tf.float32), labels)
-        return loss
+
+    def loss(self, batch: base.Batch) -> tuple[tf.Tensor, base.Values]:
+        if not self._mix_fn:
+            return super().loss(batch)
+        seed = tf.stack([tf.cast(self.step, tf.int32), self.config.seed % 2**31])
+        inputs, targets = self._mix_fn(self.inputs(batch), self._one_hot(batch), seed)
+        outputs = tf.cast(self.model(inputs, training=True), tf.float32)
+        return self._cross_entropy(targets, outputs), self.metrics(batch, outputs)
+
+    def loss_per_example(self, batch: base.Batch, outputs: tf.Tensor) -> tf.Tensor:
+        if not self.config.loss:
+            return self._cross_entropy(self._one_hot(batch), outputs)
+        return super().loss_per_example(batch, outputs) * self._weights(self._one_hot(batch))
+
+    def _one_hot(self, batch: base.Batch) -> tf.Tensor:
+        """float32 [batch, num_classes]."""
+        return tf.one_hot(self.labels(batch), self.spec.num_classes)
+
+    def _cross_entropy(self, targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        """Of soft labels [batch, num_classes] and logits, smoothed and weighted by the flags."""
+        smoothing = self.config.label_smoothing
+        smoothed = targets * (1.0 - smoothing) + smoothing / self.spec.num_classes
+        loss = tf.nn.softmax_cross_entropy_with_logits(smoothed, outputs)
+        return loss * self._weights(targets)
+
+    def _weights(self, targets: tf.Tensor) -> tf.Tensor | float:
+        """--class_weights of soft labels [batch, num_classes]."""
+        weights = self.config.class_weights
+        return tf.linalg.matvec(targets, tf.constant(weights, tf.float32)) if weights else 1.0
 
     def metrics(self, batch: base.Batch, outputs: tf.Tensor) -> base.Values:
         labels = self.labels(batch)
@@ -129,6 +158,8 @@ class Regression(Supervised):
     def build(self) -> None:
         if self.config.label_smoothing or self.config.class_weights:
             raise UserError("--label_smoothing and --class_weights need --task=classification")
+        if self.data and self.data.mix_fn:
+            raise UserError("--augment: mixup and cutmix need --task=classification")
         super().build()
 
     def labels(self, batch: base.Batch) -> tf.Tensor:
