@@ -73,7 +73,8 @@ class Run:
 class Command:
     """Runs trainer.main on small data: in this process by calling it, or as a process."""
 
-    quiet = ("--export=false", "--tensorboard=false", "--progress=false")
+    # What most tests do not need and every run would pay for.
+    lean = ("--export=false", "--tensorboard=false", "--progress=false", "--jit_compile=false")
 
     def __init__(self, folder, data_dir, capture=None):
         self._folder, self._data_dir, self._capture = folder, data_dir, capture
@@ -115,7 +116,7 @@ class Command:
         return Run(pathlib.Path(shutil.copytree(run.dir, self.new_folder())))
 
     def flags(self, model_dir):
-        return [f"--data_dir={self._data_dir}", f"--model_dir={model_dir}", *self.quiet]
+        return [f"--data_dir={self._data_dir}", f"--model_dir={model_dir}", *self.lean]
 
     def new_folder(self):
         self._count += 1

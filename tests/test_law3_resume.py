@@ -15,7 +15,7 @@ HARD = words(
     "--lr_schedule=cosine --warmup_steps=6 --learning_rate=0.01 --batch_size=12 --log_steps=3 "
     "--eval_steps=10 --checkpoint_steps=4 --max_to_keep=2 --tensorboard=true"
 )
-KILLED = [*HARD, "--train_steps=400", "--callback=parts:dawdle"]
+KILLED = [*HARD, "--train_steps=400", "--callback=parts:dawdle", "--jit_compile=auto"]
 KILLS = {1: 2, 2: 3}
 SLOW_KILLS = {1: 20, 2: 20}
 TIMINGS = ("seconds", "examples_per_sec", "input_wait")
