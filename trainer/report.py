@@ -58,13 +58,13 @@ class Report:
     def replace_eval(self, row: Row) -> None:
         """Writes an evaluation row in the place of the one of the same step, if there is one."""
         kept = [r for r in self.rows() if (r["split"], r["step"]) != ("eval", row["step"])]
-        write_atomically(self._path, "".join(json.dumps(r) + "\n" for r in [*kept, row]))
+        write_atomically(self._path, "".join(json.dumps(r) + "\n" for r in [*kept, finite(row)]))
 
     def write(self, row: Row) -> None:
         """Appends a row and its TensorBoard scalars."""
         if self._file is None:
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
-        self._file.write(json.dumps(_finite(row)) + "\n")
+        self._file.write(json.dumps(finite(row)) + "\n")
         self._file.flush()
         if self._tensorboard:
             numbers = {
@@ -101,9 +101,11 @@ class Report:
         return self._writer
 
 
-def _finite(row: Row) -> Row:
-    """JSON knows no NaN: it becomes null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+def finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not know, in dictionaries at any depth."""
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe(row: Row, total_steps: int | None = None) -> str:

@@ -86,6 +86,15 @@ def set_learning_rates(task: Task) -> None:
             optimizer.learning_rate = rate
 
 
+def model_variables(task: Task) -> dict[str, tf.Variable]:
+    """Every variable of the models, by its name in a checkpoint."""
+    return {
+        f"models.{name}.{index:03d}.{variable.name}": variable.value
+        for name, model in task.models.items()
+        for index, variable in enumerate(model.variables)
+    }
+
+
 def warm_start(task: Task, source: str) -> None:
     """Starts the models from another run's checkpoint or from a .keras file.
 
@@ -102,16 +111,10 @@ def warm_start(task: Task, source: str) -> None:
             first = next(iter(task.models.values()))
             first.set_weights(saved.get_weights())
             return
-        reader = tf.train.load_checkpoint(source)
-        names = set(reader.get_variable_to_shape_map())
-        for name, model in task.models.items():
-            for index, variable in enumerate(model.variables):
-                key = f"variables/models.{name}.{index:03d}.{variable.name}"
-                key += "/.ATTRIBUTES/VARIABLE_VALUE"
-                if key not in names:
-                    raise ValueError(f"it has no {key}")
-                variable.assign(reader.get_tensor(key))
-    except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
-        hint = "" if pathlib.Path(source).exists() else " (no such file)"
+        saved = tf.train.Checkpoint(variables=model_variables(task)).read(source)
+        saved.assert_existing_objects_matched().expect_partial()
+    except (AssertionError, ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
+        files = (pathlib.Path(source), pathlib.Path(f"{source}.index"))
+        hint = "" if any(file.exists() for file in files) else " (no such file)"
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"--init_from={source}: does not fit this model{hint}: {reason}") from error
