@@ -21,6 +21,7 @@ Examples = dict[str, tf.Tensor]
 AugmentFn = Callable[[Examples, tf.Tensor], Examples]
 
 RANDOM_CROP, CENTER = "rrc", "center"  # which part of an image is shown: settled when decoding
+_ELSEWHERE = (*MIXES, RANDOM_CROP, CENTER)
 
 _CROP_PADDING_SHARE = 8  # pad by 1/8 of the side, as in the usual 4 pixels for 32
 _CUTOUT_SHARE = 2  # of the side; DeVries and Taylor 2017 cut 16 of 32 pixels
@@ -60,21 +61,34 @@ def check_names(names: Sequence[str], spec: Spec, varying: bool) -> None:
         raise UserError(f"--augment: {RANDOM_CROP} and {CENTER} exclude each other")
 
 
-def make_augment_fn(names: Sequence[str], spec: Spec, crops: bool) -> AugmentFn | None:
+def flip_salt(names: Sequence[str]) -> int | None:
+    """The salt of a flip that comes right after decoding, which may then do it, or None."""
+    first = next((i for i, name in enumerate(names) if name not in _ELSEWHERE), None)
+    return first if first is not None and names[first] == "flip" else None
+
+
+def make_augment_fn(
+    names: Sequence[str], spec: Spec, crops: bool, flips: bool = True
+) -> AugmentFn | None:
     """Composes augmentations, in the order given.
 
     Args:
       names: entries of --augment, checked; those of `mix` and of decoding are left to others.
       spec: the data's spec.
       crops: whether random-resized-crop is among them here, and not in decoding; it comes first.
+      flips: whether a flip that comes right after decoding happens here.
 
     Returns:
       A function of (examples as tensors [m, ...], int32 seeds [m, 2]) that returns examples of the
       types of `spec`, or None if there is nothing to do.
     """
-    elsewhere = (*MIXES, RANDOM_CROP, CENTER)
     fns = [_random_crop(spec)] if crops else []
-    fns += [_make(name, spec, salt) for salt, name in enumerate(names) if name not in elsewhere]
+    flipped = None if flips else flip_salt(names)
+    fns += [
+        _make(name, spec, place)
+        for place, name in enumerate(names)
+        if name not in _ELSEWHERE and place != flipped
+    ]
     if not fns:
         return None
 
@@ -174,7 +188,7 @@ def flip(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
       images: [m, height, width, channels], any dtype.
       seeds: int32 [m, 2].
     """
-    mirrored = tf.cast(uniform(seeds, 0) < 0.5, tf.int32)
+    mirrored = tf.cast(images_lib.flips(seeds), tf.int32)
     return by_group(images, mirrored, [lambda part: part, _mirrored])
 
 

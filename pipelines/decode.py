@@ -118,7 +118,8 @@ class Decoder:
         encoded = parsed.pop(self.input_key)
         if self.view:
             windows = self.view.windows(parsed.pop(SHAPE), seeds)
-            pixels = images.decode_windows(encoded, windows, image)
+            mirrored = self.view.mirrored(seeds)
+            pixels = images.decode_windows(encoded, windows, mirrored, image)
         elif image.shape == self._stored_input.shape:
             pixels = _map_rows(feature.decode_example, encoded, image)
         else:

@@ -68,10 +68,7 @@ def load_data(
     builder = source.open_builder(config)
     loader = _Loader(config, builder, numeric_labels)
     if loader.mixes and not mixing:
-        raise UserError(
-            f"--augment={loader.mixes[0]}: mixes in the training step, which needs "
-            "--task=classification"
-        )
+        raise UserError(f"--augment={loader.mixes[0]}: mixes examples in training; not done here")
     train_split, eval_split = source.choose_splits(builder, config, evaluating)
     if training:
         _check_batch(loader.train_order(train_split), train_split)
@@ -154,27 +151,33 @@ class _Loader:
 
     def train(self, split: source.Split, records: Records | None) -> Pipeline:
         config, order = self._config, self.train_order(split)
-        crops_later = self._crops and not self._varying
-        reader = self._reader(split, records, random=self._crops, stored=crops_later)
+        reader = self._reader(split, records, training=True)
         if reader.name == "stream":
             order = readers.windowed(order, records, config.shuffle_window)
-        augment = augment_lib.make_augment_fn(config.augment, self.spec, crops_later)
         shown = tf.TensorSpec(self.spec.input_shape, self.spec.input_dtype)
         augment_lib.check_calls(config.augment, {**reader.types, self.spec.input_key: shown})
+        augment = augment_lib.make_augment_fn(
+            config.augment,
+            self.spec,
+            crops=self._crops and not self._varying,
+            flips=not self._varying,
+        )
         return self._pipeline(split, reader, order, augment)
 
     def evaluation(self, split: source.Split) -> Pipeline:
         size = self._config.eval_batch_size or self._config.batch_size
         order = Order(split.num_examples, size, shuffle=False, drop_remainder=False)
-        reader = self._reader(split, self.records(split), random=False, stored=False)
+        reader = self._reader(split, self.records(split), training=False)
         return self._pipeline(split, reader, order, None)
 
-    def _reader(self, split, records, random: bool, stored: bool):
-        """Opens a reader; `stored`: of images as they are stored, whatever the model sees."""
-        spec = self.spec
-        if stored:
+    def _reader(self, split: source.Split, records: Records | None, training: bool):
+        """Opens a reader of images as the model sees them, or as what augmentation starts from."""
+        spec, view = self.spec, None
+        if self._varying:
+            flip_salt = augment_lib.flip_salt(self._config.augment) if training else None
+            view = images.View(spec.input_shape[:2], training and self._crops, flip_salt)
+        elif training and self._crops:
             spec = dataclasses.replace(spec, input_shape=self._stored_shape)
-        view = images.View(spec.input_shape[:2], random) if self._varying else None
         decoder = Decoder(self._features, self._builder.info, spec, view, records and records.bad)
         if records is None:
             return SyntheticReader(decoder.types, spec, split.num_examples)

@@ -69,15 +69,16 @@ class PixelReader:
         widths = -(-shapes[:, 1] // held)
 
         def one(row):
-            start, width, window, rest = row
+            start, width, window, mirror, rest = row
             y, x, height, shown = tf.unstack(window, num=4)
             stride = tf.cast(width, tf.int64) * image.shape[-1]
             first = start + tf.cast(y, tf.int64) * stride
             lines = self._pixels[first : first + tf.cast(height, tf.int64) * stride]
             lines = tf.reshape(lines, tf.stack([height, width, image.shape[-1]]))
-            return images.resize(images.shrink(lines[:, x : x + shown], rest), image)
+            return images.show(images.shrink(lines[:, x : x + shown], rest), mirror, image)
 
-        rows = (starts, widths, windows // held[:, None], reductions // held)
+        mirrored = self._view.mirrored(seeds)
+        rows = (starts, widths, windows // held[:, None], mirrored, reductions // held)
         raw[self._key] = tf.map_fn(one, rows, fn_output_signature=image, parallel_iterations=1)
         return raw
 

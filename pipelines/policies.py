@@ -118,14 +118,16 @@ def _warp(matrix_fn):
         a, b, c, d, e, f = matrix_fn(strength * sign, height, width)
         x, y = (width - 1) / 2, (height - 1) / 2
         matrix = [a, b, c + x - a * x - b * y, d, e, f + y - d * x - e * y, 0.0, 0.0]
-        return tf.raw_ops.ImageProjectiveTransformV3(
-            images=image[None],
+        pixels = image if image.dtype == tf.uint8 else tf.cast(image, tf.float32)
+        warped = tf.raw_ops.ImageProjectiveTransformV3(
+            images=pixels[None],
             transforms=tf.stack([tf.cast(v, tf.float32) for v in matrix])[None],
             output_shape=[height, width],
             interpolation="BILINEAR",
             fill_mode="CONSTANT",
             fill_value=float(image.dtype.max // 2),
-        )[0]
+        )
+        return tf.cast(warped[0], image.dtype)
 
     return operation
 
