@@ -97,6 +97,31 @@ def two_outputs(spec):
     return _net(spec, layers.Flatten(), layers.Dense(2))
 
 
+def two_heads(spec):
+    """With two outputs, where the tasks at hand know one."""
+    inputs = keras.Input(spec.input_shape)
+    return keras.Model(inputs, [layers.Dense(3)(inputs), layers.Dense(3)(inputs)])
+
+
+def named_outputs(spec):
+    """With outputs in a dictionary."""
+    inputs = keras.Input(spec.input_shape)
+    return keras.Model(inputs, {"logits": layers.Dense(3)(inputs)})
+
+
+def wrong_input(spec):
+    """For inputs of another shape."""
+    return keras.Sequential([keras.Input((7,)), layers.Dense(3)])
+
+
+READY_MADE = {}
+
+
+def ready_made(spec):
+    """A model that somebody made earlier."""
+    return READY_MADE["model"]
+
+
 def not_a_model(spec):
     """Something else than a Keras model."""
     return "a model"
@@ -112,6 +137,11 @@ def rising(learning_rate, total_steps):
     return keras.optimizers.schedules.PolynomialDecay(
         0.0, total_steps, end_learning_rate=learning_rate * total_steps
     )
+
+
+def not_a_schedule(learning_rate, total_steps):
+    """Something else than a schedule or a rate."""
+    return "cosine"
 
 
 def not_an_optimizer(learning_rate):
@@ -189,6 +219,16 @@ def step_and_weight(labels, outputs, model, step):
 def absolute(labels, outputs):
     """A metric: |label - output|."""
     return tf.abs(tf.cast(labels, tf.float32) - outputs[:, 0])
+
+
+def mean_error(labels, outputs):
+    """The mistake of a metric that returns the batch's mean."""
+    return tf.reduce_mean(outputs)
+
+
+def penalties(model):
+    """The mistake of a regularizer that returns one penalty per weight."""
+    return tf.square(model.trainable_variables[0])
 
 
 def class_number(labels, outputs):
@@ -298,6 +338,16 @@ def numpy_noise(example, seed):
 def slow(example, seed):
     """An augmentation of 5 ms an example."""
     return {**example, "x": example["x"] + _sleeping(0.005, example["x"])}
+
+
+def other_type(example, seed):
+    """The mistake of returning another type, which the dataset's would truncate."""
+    return {**example, "y": tf.cast(example["y"], tf.float32) * 0.5}
+
+
+def other_shape(example, seed):
+    """The mistake of returning another shape."""
+    return {**example, "x": example["x"][:1]}
 
 
 def forgets_entries(example, seed):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import keras
 
-from pipelines import UserError, call_symbol, is_symbol, load_symbol
+from pipelines import UserError, call_symbol, is_symbol, load_symbol, symbol_name
 from trainer.config import TrainConfig
 
 SCHEDULES = ("constant", "cosine", "linear", "piecewise", "exponential")
@@ -116,6 +116,11 @@ def make_schedule(config: TrainConfig, rate: float, total_steps: int, steps_per_
     name = config.lr_schedule
     if is_symbol(name):
         schedule = call_symbol("lr_schedule", name, rate, total_steps)
+        if not isinstance(schedule, (int, float, schedules.LearningRateSchedule)):
+            raise UserError(
+                f"--lr_schedule={symbol_name(name)}: returned {type(schedule).__name__}, not a "
+                "keras.optimizers.schedules.LearningRateSchedule or a number"
+            )
     elif name == "constant":
         schedule = rate
     elif name == "cosine":

@@ -30,7 +30,13 @@ class MetricSums:
     def add(self, name: str, values: tf.Tensor, weights: tf.Tensor) -> None:
         """Adds values [n] with weights [n] (or two scalars) to the mean called `name`."""
         weights = tf.cast(weights, tf.float32)
-        total = tf.reduce_sum(tf.cast(values, tf.float32) * weights)
+        values = tf.cast(values, tf.float32)
+        if values.shape != weights.shape:
+            raise UserError(
+                f"metric {name!r} must be one value per example, shape {weights.shape}, not "
+                f"{values.shape}"
+            )
+        total = tf.reduce_sum(values * weights)
         self._pending[name] = (total, tf.reduce_sum(weights))
 
     def commit(self) -> None:

@@ -42,7 +42,13 @@ class Supervised(base.Task):
             squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float32))) for v in kernels]
             penalty += self.config.l2 * tf.add_n(squares)
         if self._regularizer:
-            penalty += tf.cast(self._regularizer(self.model), tf.float32)
+            term = tf.convert_to_tensor(self._regularizer(self.model))
+            if term.shape.rank != 0:
+                raise UserError(
+                    f"--regularizer={symbol_name(self.config.regularizer)}: must return a scalar, "
+                    f"not shape {term.shape}"
+                )
+            penalty += tf.cast(term, tf.float32)
         return penalty
 
     def outputs(self, batch: base.Batch, training: bool) -> tf.Tensor:
@@ -66,12 +72,21 @@ class Supervised(base.Task):
         raise NotImplementedError
 
     def _check_output(self) -> None:
-        shape = tuple(self.model.compute_output_shape((1, *self.spec.input_shape))[1:])
-        expected = self.spec.output_shape
+        name, inputs = symbol_name(self.config.model), tuple(self.spec.input_shape)
+        try:
+            outputs = self.model.compute_output_shape((1, *inputs))
+        except Exception as error:  # a user's model: whatever it raises
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"--model={name}: takes no inputs of shape {inputs}: {reason}"
+            ) from error
+        if not isinstance(outputs, tuple) or any(isinstance(n, tuple) for n in outputs):
+            raise UserError(f"--model={name}: must return one tensor, not {outputs}")
+        shape, expected = outputs[1:], self.spec.output_shape
         if shape != expected and not (shape == (1,) and expected == ()):
             raise UserError(
-                f"--model={self.config.model}: outputs shape {shape} where "
-                f"{self.spec.label_key!r} needs {expected}"
+                f"--model={name}: outputs shape {shape} where {self.spec.label_key!r} needs "
+                f"{expected}"
             )
 
 
