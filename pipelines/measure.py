@@ -183,25 +183,29 @@ def _num_bytes(element: Any) -> int:
 
 
 class DeviceFeed:
-    """Copies each replica's contiguous rows of a chunk to its device, as training does."""
+    """Copies each replica's contiguous rows of a chunk to its device, as training does.
+
+    Attributes:
+      devices: names of those it copies to; all GPUs, or the CPU where there is none.
+      sent: copies made of the last chunk.
+    """
 
     def __init__(self):
-        """Uses all GPUs, or the CPU where there is none."""
         logical = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")[:1]
         self.devices = [device.name for device in logical]
-        self._sent: list[tf.Tensor] = []
+        self.sent: list[tf.Tensor] = []
 
     def __call__(self, chunk: dict[str, tf.Tensor] | None) -> None:
         """Sends a chunk of tensors [k, batch_size, ...] on its way; None: waits for the last."""
         if chunk is None:
-            for tensor in self._sent:
+            for tensor in self.sent:
                 tf.reshape(tensor, [-1])[:1].numpy()  # can only be read once the copy is there
             return
-        self._sent = []
+        self.sent = []
         for replica, device in enumerate(self.devices):
             rows = self._rows(chunk, replica)
             with tf.device(device):
-                self._sent += [tf.identity(tensor) for tensor in rows.values()]
+                self.sent += [tf.identity(tensor) for tensor in rows.values()]
 
     def _rows(self, chunk: dict[str, tf.Tensor], replica: int) -> dict[str, tf.Tensor]:
         if len(self.devices) == 1:

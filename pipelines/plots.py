@@ -7,6 +7,8 @@ from typing import Any
 from pipelines.errors import UserError
 from pipelines.tables import Row, check_writable
 
+MISSING = "pictures need matplotlib: pip install 'pipeline-trainer[plots]'"
+
 _COST_COLOUR, _INK = "#c2703d", "#333333"
 _LOG_RANGE = 30  # figures that lie further apart are drawn on a logarithmic scale
 
@@ -21,10 +23,22 @@ def check(flag: str, path: str) -> None:
     Raises:
       UserError: if matplotlib is missing, the name does not end in .png or cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(
-            f"--{flag}={path}: pictures need matplotlib: pip install 'pipeline-trainer[plots]'"
-        )
+    if not available():
+        raise UserError(f"--{flag}={path}: {MISSING}")
+    check_target(flag, path)
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_target(flag: str, path: str) -> None:
+    """Refuses a file that is no PNG or cannot be written.
+
+    Raises:
+      UserError: naming the flag.
+    """
     if not path.lower().endswith(".png"):
         raise UserError(f"--{flag}={path}: the name of a picture must end in .png")
     check_writable(flag, path)

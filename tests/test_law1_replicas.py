@@ -23,6 +23,8 @@ CASES = {
     "--grad_clip_norm_per_variable=0.1 --ema_decay=0.5",
     "regression": "--dataset=builders:Line --model=parts:linear --metrics=parts:absolute "
     "--regularizer=parts:weight_squared --grad_clip_value=0.5",
+    "mixed": "--dataset=builders:Images --model=parts:linear --augment=flip,mixup,cutmix "
+    "--label_smoothing=0.1",
     "compiled": "--model=mlp --hidden_units=8 --jit_compile=true",
 }
 SLOW_CASES = {
