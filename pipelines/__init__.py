@@ -23,9 +23,12 @@ _EXPORTS = {
     "is_symbol": "symbols",
     "load_data": "pipeline",
     "load_symbol": "symbols",
+    "machine": "machine",
     "make_mix_fn": "mix",
     "mixup": "mix",
+    "plots": "plots",
     "symbol_name": "symbols",
+    "tables": "tables",
     "to_model_input": "features",
 }
 __all__ = sorted(_EXPORTS)
@@ -35,4 +38,4 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'pipelines' has no attribute {name!r}")
     module = importlib.import_module(f"pipelines.{_EXPORTS[name]}")
-    return module if name == "cli" else getattr(module, name)
+    return module if name == _EXPORTS[name] else getattr(module, name)

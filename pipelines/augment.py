@@ -172,13 +172,20 @@ def _one_example(name: str) -> Callable:
                 f"--augment={symbol_name(name)}: must return the example with its entries "
                 f"{sorted(example)}"
             )
-        # tf.numpy_function forgets shapes, and a map needs the same types for every example.
-        return {
-            key: tf.ensure_shape(tf.cast(value, example[key].dtype), example[key].shape)
-            for key, value in result.items()
-        }
+        return {key: _like(name, key, value, example[key]) for key, value in result.items()}
 
     return one
+
+
+def _like(name: str, key: str, value: tf.Tensor, stored: tf.Tensor) -> tf.Tensor:
+    """An entry of a user's result, with the type and shape that all examples must share."""
+    value = tf.convert_to_tensor(value)
+    if value.dtype != stored.dtype or not stored.shape.is_compatible_with(value.shape):
+        raise UserError(
+            f"--augment={symbol_name(name)}: returns {key!r} as {value.dtype.name} {value.shape} "
+            f"where the dataset yields {stored.dtype.name} {stored.shape}"
+        )
+    return tf.ensure_shape(value, stored.shape)  # tf.numpy_function forgets it
 
 
 def flip(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:

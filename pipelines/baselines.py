@@ -11,6 +11,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from pipelines import source
+from pipelines.bad_records import Explained
 from pipelines.config import DataConfig
 from pipelines.features import Spec, to_model_input
 from pipelines.measure import Items, Subject
@@ -68,7 +69,8 @@ def _naive(config: DataConfig, pipeline: Pipeline) -> Items:
     """Map, a shuffle buffer, batch, prefetch; decoded anew each epoch."""
     dataset = _tfds(config).map(_prepare_fn(config, pipeline.spec), tf.data.AUTOTUNE)
     dataset = dataset.shuffle(_NAIVE_BUFFER).repeat().batch(pipeline.batch_size)
-    return _items(dataset.prefetch(tf.data.AUTOTUNE), pipeline.batch_size)
+    dataset = Explained(dataset.prefetch(tf.data.AUTOTUNE), "the naive pipeline", None)
+    return _items(dataset, pipeline.batch_size)
 
 
 def _tfds_guide(config: DataConfig, pipeline: Pipeline) -> Items:
@@ -85,7 +87,7 @@ def _tfds_guide(config: DataConfig, pipeline: Pipeline) -> Items:
     if random:
         dataset = dataset.map(prepare, tf.data.AUTOTUNE)
     dataset = dataset.batch(pipeline.batch_size).prefetch(tf.data.AUTOTUNE)
-    return _items(dataset, pipeline.batch_size)
+    return _items(Explained(dataset, "the pipeline of TFDS's guide", None), pipeline.batch_size)
 
 
 def _tfds(config: DataConfig) -> tf.data.Dataset:

@@ -94,10 +94,11 @@ def _split_lines(kind: str, pipeline: Pipeline) -> Iterator[str]:
     row = sum(t.dtype.size * t.shape.num_elements() for t in reader.types.values())
     chunk_steps = pipeline.chunking().chunk_steps
     window = f", shuffled in windows of {order.window:,}" if order.window else ""
+    chunk = _mb(row * order.batch_size * chunk_steps)
     yield (
-        f"  reader {reader.name}{window}: {row:,} bytes an example as the model's host gets it, "
-        f"{_mb(row * order.num_examples)} the split, {_mb(row * order.batch_size * chunk_steps)} "
-        f"a chunk of {chunk_steps} batches"
+        f"  reader {reader.name}{window}: {row:,} bytes an example in a batch, "
+        f"{_mb(row * order.num_examples)} the whole split, {chunk} a chunk of "
+        f"{chunk_steps} batches"
     )
 
 

@@ -139,8 +139,8 @@ def _prepare(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
             builder.download_and_prepare(
                 download_config=tfds.download.DownloadConfig(try_download_gcs=False)
             )
-    except OSError as error:
-        raise UserError(f"{where} and cannot be: {error}") from error
+    except Exception as error:  # a builder's code: whatever it raises
+        raise UserError(f"{where} and cannot be: {type(error).__name__}: {error}") from error
 
 
 def _unreachable_host(builder: tfds.core.DatasetBuilder) -> str | None:

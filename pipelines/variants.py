@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipelines import machine, source
+from pipelines.bad_records import Explained
 from pipelines.config import DataConfig
 from pipelines.measure import Items, Subject
 from pipelines.order import Order
@@ -59,6 +60,8 @@ class Variant:
         return [(name, self._stage(name, data)) for name, data, _ in self.pipeline.stages()]
 
     def _stage(self, name: str, dataset: tf.data.Dataset) -> Subject:
+        dataset = Explained(dataset, self.pipeline.name, self.pipeline.reader.bad)
+
         def chunks() -> Items:
             step, chunking = 0, self.pipeline.chunking()
             for chunk in dataset:

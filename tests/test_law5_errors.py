@@ -157,19 +157,7 @@ def places(tmp_path):
     return {name: str(tmp_path / name) for name in ("file", "binary_file", "empty")}
 
 
-# Not told in one line yet.
-NOT_YET = {
-    name: pytest.mark.xfail(strict=True, reason=reason)
-    for name, reason in {
-        "failing_builder": "what a builder raises while it prepares is not caught",
-        "empty_in_the_source": "what TFDS raises while it prepares is not caught",
-        "augmentation_of_type": "it is cast back to the dataset's type, silently",
-        "augmentation_of_shape": "what tracing an augmentation raises is not caught",
-    }.items()
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NOT_YET.get(n, ())) for n in MISTAKES])
+@pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_told_in_one_line(command, places, monkeypatch, name):
     flags, said = (text.format(**places) for text in MISTAKES[name])
     monkeypatch.chdir(places["empty"])
