@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 
+import keras
 import parts
 import pytest
 import tensorflow as tf
@@ -165,3 +166,4 @@ def _forget():
     """What the parts have recorded in one test is none of the next one's business."""
     parts.SEEN.clear()
     parts.PROBE.clear()
+    keras.mixed_precision.set_dtype_policy("float32")  # a run sets it for its process
