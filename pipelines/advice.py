@@ -12,6 +12,8 @@ _MAX_TRIED = 5
 _IDLE = 1.3  # cores that could do this many times as much are waiting for something
 _PIXEL_STAGES = ("decode", "augment", "resize")
 _MIN_SIDE = 64
+_DECODING = 0.5  # the share of the decode stage that held pixels save; the rest crops and resizes
+_OTHER_READER = {"stream": "indexed", "indexed": "stream"}
 
 # Takes configurations; returns the examples per second of several interleaved turns of each.
 RatesFn = Callable[[list[DataConfig], int], list[list[float]]]
@@ -101,11 +103,14 @@ def _prefetch(found: Findings) -> Candidate | None:
 def _reader(found: Findings) -> Candidate | None:
     if found.reader == "memory":
         return None
-    if found.fits_in_memory:
-        saved = found.added_cpu_us.get("read", 0.0) + found.added_cpu_us.get("decode", 0.0)
-        return Candidate({"reader": "memory"}, max(found.without(saved), found.headroom), False)
-    other = {"stream": "indexed", "indexed": "stream"}.get(found.reader)
-    return other and Candidate({"reader": other}, found.headroom, False)
+    to = "memory" if found.fits_in_memory else _OTHER_READER.get(found.reader)
+    gain = found.headroom
+    if to == "memory":
+        cost = found.added_cpu_us.get
+        gain = max(gain, found.without(cost("read", 0.0) + _DECODING * cost("decode", 0.0)))
+    # Only windows make another order.
+    same = not found.config.shuffle or "stream" not in (found.reader, to)
+    return to and Candidate({"reader": to}, gain, same)
 
 
 def _batch_size(found: Findings) -> Candidate | None:

@@ -274,8 +274,10 @@ def test_tensorflows_account_of_the_graph(data_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("reader", ["memory", "indexed", "stream"])
-def test_promises_hold_for_each_reader(data_dir, reader):
-    pipeline = load_data(config(data_dir, batch_size=8, reader=reader), evaluating=False).train
+def test_promises_hold_for_each_reader(data_dir, monkeypatch, reader):
+    monkeypatch.setattr(quality, "_RESUMES", 1)
+    wanted = config(data_dir, dataset="builders:Vectors", batch_size=4, reader=reader)
+    pipeline = load_data(wanted, evaluating=False).train
     by_reading = quality.check(pipeline, examples_per_sec=1e6)
     by_order = quality.check(pipeline, examples_per_sec=1e-6)
     assert (by_reading["visited"], by_order["visited"]) == ("pipeline", "order")
@@ -334,7 +336,9 @@ def test_ideas_follow_from_the_figures():
         {"prefetch_batches": 0},
     ]
     assert {"num_parallel_calls": 16} in flags_of(findings(headroom=2.0))
-    assert {"reader": "memory"} in flags_of(findings(reader="indexed"))
+    assert flags_of(findings(reader="indexed")) == [{"reader": "memory"}]
+    assert advice.candidates(findings(reader="indexed"))[0].same_batches
+    assert not advice.candidates(findings(reader="stream"))[0].same_batches
     assert {"reader": "stream"} in flags_of(
         findings(reader="indexed", fits_in_memory=False, headroom=2.0)
     )
