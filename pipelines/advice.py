@@ -12,7 +12,7 @@ _MAX_TRIED = 5
 _IDLE = 1.3  # cores that could do this many times as much are waiting for something
 _PIXEL_STAGES = ("decode", "augment", "resize")
 _MIN_SIDE = 64
-_DECODING = 0.5  # the share of the decode stage that held pixels save; the rest crops and resizes
+_DECODING = 0.5  # share of the decode stage of images that vary in size; the rest crops and resizes
 _OTHER_READER = {"stream": "indexed", "indexed": "stream"}
 
 # Takes configurations; returns the examples per second of several interleaved turns of each.
@@ -32,6 +32,7 @@ class Findings:
       headroom: how many times as much it would do if it used the cores that idled, at least 1.
       chunk_steps: batches in one element.
       fits_in_memory: whether the memory reader could hold the split.
+      varying: whether images vary in size, and are cropped and resized even if held decoded.
     """
 
     config: DataConfig
@@ -42,6 +43,7 @@ class Findings:
     headroom: float
     chunk_steps: int
     fits_in_memory: bool
+    varying: bool = False
 
     def without(self, micros: float) -> float:
         """How many times as fast it would be with `micros` less to do for each example."""
@@ -107,7 +109,8 @@ def _reader(found: Findings) -> Candidate | None:
     gain = found.headroom
     if to == "memory":
         cost = found.added_cpu_us.get
-        gain = max(gain, found.without(cost("read", 0.0) + _DECODING * cost("decode", 0.0)))
+        decoding = cost("decode", 0.0) * (_DECODING if found.varying else 1)
+        gain = max(gain, found.without(cost("read", 0.0) + decoding))
     # Only windows make another order.
     same = not found.config.shuffle or "stream" not in (found.reader, to)
     return to and Candidate({"reader": to}, gain, same)

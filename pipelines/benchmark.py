@@ -66,7 +66,6 @@ The summary, about the first variant:
 import csv
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,8 +73,6 @@ from absl import flags
 
 import pipelines
 from pipelines import DataConfig, UserError, cli, plots, tables
-
-_log = logging.getLogger(__name__)
 
 _UNUSED_FLAGS = ("eval_split", "eval_batch_size")
 _NOT_SWEPT = (*_UNUSED_FLAGS, "download", "data_service")
@@ -125,9 +122,7 @@ def main(argv: Sequence[str]) -> int:
     variants = variants_of(argv, values)
     cli.check_environment()
     cli.set_up_logging(values.verbosity)
-    unused = [name for name in _UNUSED_FLAGS if cli.changed(values, name)]
-    if unused:
-        _log.info("without effect in a benchmark: %s", ", ".join(f"--{name}" for name in unused))
+    cli.tell_unused(values, _UNUSED_FLAGS)
     if values.plot:
         plots.check("plot", values.plot)
     with tables.opened(values.output) as output:

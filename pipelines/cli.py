@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from pipelines.errors import UserError
 
+_log = logging.getLogger(__name__)
+
 DefineFn = Callable[[flags.FlagValues], None]
 
 
@@ -64,6 +66,13 @@ def parse_flags(argv: Sequence[str], doc: str, *define_fns: DefineFn) -> flags.F
 def changed(values: flags.FlagValues, name: str) -> bool:
     """Whether a flag has another value than its default, on the command line or in a flagfile."""
     return values[name].value != values[name].default
+
+
+def tell_unused(values: flags.FlagValues, names: Sequence[str]) -> None:
+    """Logs which of the flags `names`, that a benchmark has no use for, were given a value."""
+    unused = [f"--{name}" for name in names if changed(values, name)]
+    if unused:
+        _log.info("without effect in a benchmark: %s", ", ".join(unused))
 
 
 def flags_text(values: flags.FlagValues) -> str:

@@ -13,16 +13,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 from tqdm import tqdm
 
 from pipelines.errors import UserError
-
-try:
-    import google_crc32c
-except ImportError:  # then a damaged record is found only if it cannot be decoded
-    google_crc32c = None
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +64,7 @@ class File:
 
 
 def is_intact(data: bytes, masked_crc: bytes) -> bool:
-    """Whether the checksum stored beside `data` is its own; True if there is none to compute it."""
-    if google_crc32c is None:
-        return True
+    """Whether the checksum stored beside `data` is its own."""
     crc = google_crc32c.value(data)
     masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     return masked_crc == masked.to_bytes(4, "little")

@@ -25,9 +25,9 @@ CASES = {
     "--regularizer=parts:weight_squared --grad_clip_value=0.5",
     "mixed": "--dataset=builders:Images --model=parts:linear --augment=flip,mixup,cutmix "
     "--label_smoothing=0.1",
-    "compiled": "--model=mlp --hidden_units=8 --jit_compile=true",
 }
 SLOW_CASES = {
+    "compiled": "--model=mlp --hidden_units=8 --jit_compile=true",
     "sgd": "--model=parts:linear --optimizer=sgd",
     "adam": "--model=mlp --hidden_units=8",
     "l2": "--model=mlp --hidden_units=8 --l2=0.1 --optimizer=sgd",

@@ -4,22 +4,14 @@ One clock for input alone, the step alone and both together, in steps and exampl
 --compare also for the plain loops that people would write instead. Takes the flags of trainer.main.
 """
 
-import contextlib
-import csv
 import dataclasses
-import json
-import logging
-import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
 
 from absl import flags
 
 import pipelines
-from pipelines import UserError, cli
+from pipelines import cli, tables
 from trainer import config as config_lib
-
-_log = logging.getLogger(__name__)
 
 # What has no part in a benchmark: it trains on and on, saves nothing and evaluates nothing.
 _UNUSED_FLAGS = (
@@ -48,9 +40,6 @@ _UNUSED_FLAGS = (
 )
 
 
-FORMATS = ("table", "jsonl", "csv")
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How to measure. Field meanings: the help of the flag of that name."""
@@ -62,15 +51,14 @@ class Settings:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of `Settings`, --format and --output on `values`."""
+    """Defines how to measure and where to write on `values`."""
+    tables.define_flags(values)
     flags.DEFINE_boolean(
         "compare",
         False,
         "Also train the same through the loops people would write instead, and model.fit.",
         flag_values=values,
     )
-    flags.DEFINE_enum("format", "table", FORMATS, "How to write the rows.", flag_values=values)
-    flags.DEFINE_string("output", None, "File to write the rows to.", flag_values=values)
 
     def integer(name, default, lower, text):
         flags.DEFINE_integer(name, default, text, lower_bound=lower, flag_values=values)
@@ -96,57 +84,18 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings(**{f.name: values[f.name].value for f in dataclasses.fields(Settings)})
     cli.check_environment()
     cli.set_up_logging(values.verbosity)
-    unused = [name for name in _UNUSED_FLAGS if values[name].value != values[name].default]
-    if unused:
-        _log.info("without effect in a benchmark: %s", ", ".join(f"--{name}" for name in unused))
-    with _opened(values.output) as output:
+    cli.tell_unused(values, _UNUSED_FLAGS)
+    with tables.opened(values.output) as output:
         cli.import_tensorflow(values.verbosity)
         from trainer import speed
 
         rows = speed.measure(config, data_config, settings)
-        write_rows(rows, values.format, output)
+        tables.write_rows(rows, values.format, output, table)
     return 0
 
 
-@contextlib.contextmanager
-def _opened(path: str | None) -> Iterator[TextIO]:
-    """The file to write to, tried before anything is measured; stdout for None."""
-    if path is None:
-        yield sys.stdout
-        return
-    try:
-        handle = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"--output={path}: cannot write there: {error.strerror}") from error
-    with handle:
-        yield handle
-
-
-def write_rows(rows: list[dict[str, Any]], form: str, output: TextIO) -> None:
-    """Writes the rows that `speed.measure` returns.
-
-    Args:
-      rows: one for each variant, then the summary.
-      form: jsonl and csv write all there is to know; table is for people.
-      output: where to.
-    """
-    if form == "jsonl":
-        output.writelines(_json(row) + "\n" for row in rows)
-    elif form == "csv":
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        writer = csv.DictWriter(output, names, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: _json(v) if isinstance(v, dict) else v for k, v in row.items()})
-    else:
-        output.writelines(line + "\n" for line in _table(rows))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=str)  # a flag's value may be a class
-
-
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+def table(rows: Sequence[tables.Row]) -> Iterator[str]:
+    """The lines that people read."""
     *rows, summary = rows
     width = max(len(row["variant"]) for row in rows)
     yield f"{'variant':{width}}  {'steps/s':>9}  {'min .. max':^19}  {'examples/s':>11}  ratio"

@@ -7,18 +7,16 @@ import json
 import logging
 import os
 import pathlib
-import platform
 import re
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from pipelines import Data, DataConfig, UserError, load_data, load_symbol, symbol_name
-from trainer import checkpoint, loop, strategy, tasks
+from pipelines import Data, DataConfig, UserError, load_data, load_symbol, machine, symbol_name
+from trainer import checkpoint, evaluation, loop, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig
@@ -177,13 +175,16 @@ class Job:
             ", ".join(strategy.describe_devices(self.strategy)),
         )
         self.stepper = Stepper(self.task, self.strategy, config)
+        self.evaluator = data.evaluation and evaluation.Evaluator(
+            self.task, self.stepper, data.evaluation, self.clock, self.stop
+        )
         callback = config.callback and load_symbol("callback", config.callback)
         self.loop = loop.Loop(
             config,
             self.task,
             self.stepper,
             data.train,
-            data.evaluation,
+            self.evaluator,
             self.report,
             self.clock,
             self.stop,
@@ -198,7 +199,8 @@ class Job:
         with self.clock.timing("compile"):
             self._compile()
         self._variables = collect_variables(self.task, self.stepper)
-        self.loop.random_state = random_state(self._variables)
+        if self.evaluator:
+            self.evaluator.random_state = random_state(self._variables)
         if manifest:
             where = f"checkpoint {manifest['step']} in {self.model_dir}"
             if self.config.training:
@@ -271,13 +273,13 @@ class Job:
 
     def _evaluate_once(self) -> None:
         row = self.loop.evaluate()
-        self.loop.progress.last_eval = row
+        self.loop.progress.standing.last = row
         self.report.replace_eval(row)
 
     def _export(self) -> None:
-        with loop.averaged_weights(self.task):
+        with evaluation.averaged_weights(self.task):
             self.task.export(str(self.model_dir / "export"))
-        weights = "averaged" if loop.uses_average(self.task) else "raw"
+        weights = "averaged" if evaluation.uses_average(self.task) else "raw"
         _log.info("exported the %s weights to %s", weights, self.model_dir / "export")
 
     def _save(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
@@ -289,17 +291,18 @@ class Job:
 
     def _result(self) -> dict[str, Any]:
         progress, clock = self.loop.progress, self.clock
+        standing = progress.standing
         train_secs = clock.total("train")
         return {
             "steps": self.loop.step,
             "epochs": self.loop.step / self.task.steps_per_epoch,
-            "eval": _without(progress.last_eval, "split"),
-            "best": _without(progress.best, "split"),
+            "eval": _without(standing.last, "split"),
+            "best": _without(standing.best, "split"),
             "examples_per_sec": progress.train_examples / train_secs if train_secs else 0.0,
             **{f"{kind}_secs": clock.total(kind) for kind in ("startup", "compile", "train")},
             **{f"{kind}_secs": clock.total(kind) for kind in ("eval", "checkpoint")},
             "input_wait": clock.total("input") / train_secs if train_secs else 0.0,
-            "stop_reason": progress.stop_reason,
+            "stop_reason": standing.stop_reason,
             "strategy": self.config.strategy,
             "replicas": self.strategy.num_replicas_in_sync,
             "devices": strategy.describe_devices(self.strategy),
@@ -310,7 +313,7 @@ class Job:
                 "eval_examples": self.data.evaluation and self.data.evaluation.num_examples,
             },
             "parameters": self._parameters(),
-            "versions": versions(),
+            "versions": machine.versions(),
             "model_dir": str(self.model_dir),
             "finished": True,
         }
@@ -325,12 +328,6 @@ def _reason(error: Exception) -> str:
 
 def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
     return row and {k: v for k, v in row.items() if k != key}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a figure depends on."""
-    packages = ("tensorflow", "keras", "tensorflow_datasets")
-    return {"python": platform.python_version(), **{p: metadata.version(p) for p in packages}}
 
 
 def collect_variables(task: tasks.Task, stepper: Stepper) -> dict[str, tf.Variable]:

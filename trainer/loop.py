@@ -3,20 +3,20 @@
 import contextlib
 import dataclasses
 import logging
-import math
-import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tqdm import tqdm
 
-from pipelines import Pipeline, UserError
+from pipelines import Pipeline
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
-from trainer.config import TrainConfig, parse_target
+from trainer.config import TrainConfig
+from trainer.evaluation import Evaluator, skipped
+from trainer.judge import Judge, Standing
 from trainer.report import Report, describe
 from trainer.signals import StopRequest
 from trainer.step import Outcome, Stepper
@@ -40,13 +40,15 @@ class NotFinite(Exception):
 class Progress:
     """What the host knows about a run beside its variables; saved with each checkpoint."""
 
-    best: dict[str, Any] | None = None
-    evals_without_gain: int = 0
-    stop_reason: str | None = None
+    standing: Standing = dataclasses.field(default_factory=Standing)
     total_steps: int = 0
     rollbacks: int = 0
-    last_eval: dict[str, Any] | None = None
     train_examples: float = 0.0
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Progress":
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**state, "standing": Standing(**state["standing"])})
 
 
 class Loop:
@@ -63,7 +65,7 @@ class Loop:
         task: Task,
         stepper: Stepper,
         train: Pipeline | None,
-        evaluation: Pipeline | None,
+        evaluator: Evaluator | None,
         report: Report,
         clock: Clock,
         stop: StopRequest,
@@ -73,13 +75,13 @@ class Loop:
         callback: Callable[[str, "Loop"], None] | None = None,
     ):
         self.config, self.task, self.stepper = config, task, stepper
-        self.train_pipeline, self.eval_pipeline = train, evaluation
-        self._given_pipeline = train
+        self.train_pipeline = self._given_pipeline = train
         self.report, self.clock, self.stop = report, clock, stop
         self._save_fn, self._checkpoints, self._best = save_fn, checkpoints, best
         self._callback = callback or (lambda event, loop: None)
         self.step = 0
-        self.random_state: list[tf.Variable] = []  # what evaluation must leave as it was
+        self._evaluator = evaluator
+        self._judge = Judge(config, task.best_metric)
         self.progress = Progress(total_steps=task.total_steps)
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -97,10 +99,10 @@ class Loop:
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Goes on from a checkpoint whose variables are restored."""
         self.step = self._saved_step = step
-        self.progress = Progress(**state["progress"])
+        self.progress = Progress.from_state(state["progress"])
         self.clock.restore(state["clock"])
         if self.progress.total_steps != self.task.total_steps:
-            self.progress.stop_reason = None
+            self.progress.standing.stop_reason = None
             self.progress.total_steps = self.task.total_steps
         self._use_data_order_of_rollback()
 
@@ -117,7 +119,7 @@ class Loop:
     @property
     def finished(self) -> bool:
         """Whether there is nothing left to train."""
-        return self.step >= self.task.total_steps or self.progress.stop_reason is not None
+        return self.step >= self.task.total_steps or self.progress.standing.stop_reason is not None
 
     # Training.
 
@@ -194,7 +196,11 @@ class Loop:
             self._log_row()
         if self._evaluation_is_due():
             self._evaluate_and_judge()
-            if self.progress.stop_reason and not last and self.step % self.config.log_steps:
+            if (
+                self.progress.standing.stop_reason
+                and not last
+                and self.step % self.config.log_steps
+            ):
                 self._log_row()
         if self._checkpoint_due():
             self._save()
@@ -275,7 +281,7 @@ class Loop:
             "examples_per_sec": examples / secs if secs else 0.0,
             "input_wait": self.clock.window("input") / secs if secs else 0.0,
             **self._overflows(),
-            **_skipped(self.train_pipeline),
+            **skipped(self.train_pipeline),
         }
         self.clock.start_window()
         self.report.write(row)
@@ -328,84 +334,32 @@ class Loop:
         Raises:
           Stopped: after a signal, with a checkpoint of the current step saved.
         """
-        sums = self.stepper.eval_sums
-        with self.clock.timing("eval"), averaged_weights(self.task), unchanged(self.random_state):
-            start = time.perf_counter()
-            sums.reset()
-            for chunk, count in self.eval_pipeline.chunks(num_epochs=1):
-                self.stepper.evaluate(chunk, count)
-                if self.stop.signum is not None:
-                    break
-            means, counts = sums.read()
-            means.pop("examples", None)
-            if self.stop.signum is None:
-                means = self.task.finish_evaluation(means)
-            secs = time.perf_counter() - start
-        if self.stop.signum is not None:
-            self._stop_in_evaluation()
-        return {
-            "split": "eval",
-            "step": self.step,
-            **means,
-            "examples": round(counts.get("examples", 0.0)),
-            "seconds": secs,
-            "weights": "average" if uses_average(self.task) else "raw",
-            **_skipped(self.eval_pipeline),
-        }
-
-    def _stop_in_evaluation(self) -> None:
-        if self.config.training:
-            self._stop_if_asked()
-        self.stop.raise_if_received()
+        row = self._evaluator.evaluate(self.step)
+        if row is None:
+            if self.config.training:
+                self._stop_if_asked()
+            self.stop.raise_if_received()
+        return row
 
     def _unevaluated(self) -> bool:
-        row = self.progress.last_eval
+        row = self.progress.standing.last
         return row is None or row["step"] != self.step
 
     def check_metrics(self) -> None:
         """Refuses names of metrics that the evaluation, once traced, is known not to yield."""
         if type(self.task).finish_evaluation is Task.finish_evaluation:  # it may add others
-            self._check_metrics(self.stepper.eval_sums.names)
-
-    def _check_metrics(self, names: Collection[str]) -> None:
-        target = self.config.target_metric and parse_target(self.config.target_metric)[0]
-        metric = self.config.best_metric or self.task.best_metric
-        for flag, name in (("best_metric", metric), ("target_metric", target)):
-            if name and name not in names:
-                raise UserError(f"--{flag}={name}: evaluation yields {_metric_names(names)}")
+            self._judge.check_names(self.stepper.eval_sums.names)
 
     def _evaluate_and_judge(self) -> None:
         row = self.evaluate()
         self.report.write(row)
         _log.info("%s", describe(row, self.task.total_steps))
-        self.progress.last_eval = row
-        self._check_metrics(row)
-        metric = self.config.best_metric or self.task.best_metric
-        if self.progress.best is None or _is_better(metric, row, self.progress.best):
-            self.progress.best = row
-            self.progress.evals_without_gain = 0
+        standing = self.progress.standing
+        if self._judge.judge(row, standing):
             with self.clock.timing("checkpoint"):
                 self._save_fn(self._best, self.step, self.state())
-        else:
-            self.progress.evals_without_gain += 1
-        self.progress.stop_reason = self._reason_to_stop(row)
-        if self.progress.stop_reason:
-            _log.info("stopping at step %d: %s", self.step, self.progress.stop_reason)
-
-    def _reason_to_stop(self, row: dict[str, Any]) -> str | None:
-        patience = self.config.early_stopping_patience
-        if patience and self.progress.evals_without_gain >= patience:
-            return f"{patience} evaluations without a better result"
-        if self.config.target_metric:
-            name, sign, value = parse_target(self.config.target_metric)
-            if row[name] >= value if sign == ">=" else row[name] <= value:
-                return f"{name} reached {self.config.target_metric}"
-        return None
-
-
-def _skipped(pipeline: Pipeline) -> dict[str, int]:
-    """How many records were unusable, where there are any."""
-    return {"skipped_records": pipeline.skipped_records} if pipeline.skipped_records else {}
+        if standing.stop_reason:
+            _log.info("stopping at step %d: %s", self.step, standing.stop_reason)
 
 
 class _Chunks:
@@ -425,50 +379,3 @@ class _Chunks:
     def advance(self, count: int) -> None:
         """Marks batches as used."""
         self._first += count
-
-
-def uses_average(task: Task) -> bool:
-    """Whether evaluation and export use averaged weights."""
-    return any(update.optimizer.use_ema for update in task.updates)
-
-
-@contextlib.contextmanager
-def unchanged(variables: list[tf.Variable]) -> Iterator[None]:
-    """Gives variables their values back after what is done inside."""
-    values = [variable.read_value() for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-
-@contextlib.contextmanager
-def averaged_weights(task: Task) -> Iterator[None]:
-    """Puts the weights' moving averages in their place inside, where --ema_decay keeps some."""
-    averaging = [update for update in task.updates if update.optimizer.use_ema]
-    raw = [[v.numpy() for v in update.variables] for update in averaging]
-    for update in averaging:
-        update.optimizer.finalize_variable_values(update.variables)
-    try:
-        yield
-    finally:
-        for update, values in zip(averaging, raw, strict=True):
-            for variable, value in zip(update.variables, values, strict=True):
-                variable.assign(value)
-
-
-_LOWER_IS_BETTER = re.compile(r"loss|mse|mae|error|score|perplexity", re.IGNORECASE)
-
-
-def _is_better(metric: str, row: dict[str, Any], best: dict[str, Any]) -> bool:
-    if math.isnan(best[metric]):
-        return True
-    if _LOWER_IS_BETTER.search(metric):
-        return row[metric] < best[metric]
-    return row[metric] > best[metric]
-
-
-def _metric_names(names: Collection[str]) -> str:
-    skipped = {"split", "step", "examples", "seconds", "weights", "skipped_records"}
-    return ", ".join(name for name in names if name not in skipped)

@@ -5,17 +5,23 @@ import dataclasses
 import logging
 import os
 import pathlib
-import platform
-import statistics
 import tempfile
 from typing import Any
 
 import keras
-import tensorflow as tf
 from tqdm import tqdm
 
-from pipelines import Data, DataConfig, Pipeline, UserError, load_data, to_model_input
-from trainer import baselines, job, optim, strategy, tasks
+from pipelines import (
+    Data,
+    DataConfig,
+    Pipeline,
+    UserError,
+    load_data,
+    machine,
+    tables,
+    to_model_input,
+)
+from trainer import baselines, optim, strategy, tasks
 from trainer.baselines import RunFn, Turn, timed
 from trainer.benchmark import Settings
 from trainer.clock import Clock
@@ -70,8 +76,8 @@ def measure(
             variants += _baselines(_endless(config), data, devices, pathlib.Path(folder))
         turns = _take_turns(variants, settings)
     context = {
-        "machine": machine(),
-        "versions": job.versions(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
         "flags": {**dataclasses.asdict(data_config), **dataclasses.asdict(config)},
         "reader": data.train.reader.name,
         "replicas": devices.num_replicas_in_sync,
@@ -253,15 +259,12 @@ def _rows(variants, turns, pipeline: Pipeline, context: dict[str, Any]) -> list[
     rows = []
     for variant in variants:
         rates = [turn.steps_per_sec for turn in turns[variant.name]]
-        pairs = [a / b for a, b in zip(ours, rates, strict=True)]
         rows.append(
             {
                 "variant": variant.name,
-                **_spread("steps_per_sec", rates),
-                **_spread("examples_per_sec", [rate * examples for rate in rates]),
-                "ratio": statistics.median(ours) / statistics.median(rates),
-                "ratio_min": min(pairs),
-                "ratio_max": max(pairs),
+                **tables.spread("steps_per_sec", rates),
+                **tables.spread("examples_per_sec", [rate * examples for rate in rates]),
+                **tables.ratio(ours, rates),
                 "steps": variant.num_steps,
                 "warmup_steps": variant.warmup_steps,
                 "repeats": len(rates),
@@ -270,14 +273,6 @@ def _rows(variants, turns, pipeline: Pipeline, context: dict[str, Any]) -> list[
             }
         )
     return [*rows, {**_summary(rows), **context}]
-
-
-def _spread(name: str, values: list[float]) -> dict[str, float]:
-    return {
-        name: statistics.median(values),
-        f"{name}_min": min(values),
-        f"{name}_max": max(values),
-    }
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -291,20 +286,3 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         f"{rates['end_to_end']:,.1f}"
     )
     return {"variant": "summary", "bound": bound, "bound_factor": factor, "text": text}
-
-
-def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": [detail.get("device_name", "GPU") for detail in details],
-    }
