@@ -3,6 +3,9 @@
 Examples lie on disk in the order of their numbers, so that an example's `id` is its position.
 """
 
+import os
+import signal
+
 import numpy as np
 import tensorflow_datasets as tfds
 
@@ -126,6 +129,16 @@ SortedByClass = builder(
     lambda i: {"x": _draw(i, (4,)), "y": i // 100},
     {"train": 300, "test": 30},
 )
+
+
+def _perishable(i):
+    """The same as of `Vectors`; making the example that DIE_AT names kills the process."""
+    if os.environ.get("DIE_AT") == f"example {i}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _labelled(i)
+
+
+Perishable = builder("perishable", _VECTOR, _perishable, {"train": 48, "test": 11})
 
 # What must be refused.
 TrainOnly = builder("train_only", _VECTOR, _labelled, {"train": 20})

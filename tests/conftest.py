@@ -11,11 +11,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import dataclasses
 import json
+import multiprocessing.forkserver
 import pathlib
 import shutil
 import subprocess
 import sys
 
+import forked
 import keras
 import parts
 import pytest
@@ -124,6 +126,19 @@ class Command:
         return self._folder / f"run{self._count}"
 
 
+class ForkedCommand(Command):
+    """The same as processes that start at once; see `forked`."""
+
+    def start(self, *flags, model_dir=None, data_dir=None, **options):
+        """Starts a process; returns (Run, forked.Forked). Options: those of `Forked`."""
+        run = Run(pathlib.Path(model_dir or self.new_folder()))
+        self._count += 1
+        output = [str(self._folder / f"{name}{self._count}.txt") for name in ("out", "err")]
+        where = [f"--data_dir={data_dir}"] if data_dir else []
+        argv = ["trainer", *self.flags(run.dir), *where, *map(str, flags)]
+        return run, forked.Forked(argv, str(self._folder), output, **options)
+
+
 def words(text):
     """Flags, from the way one types them."""
     return text.split()
@@ -153,6 +168,21 @@ def data_dir(tmp_path_factory):
 def command(tmp_path, data_dir, capfd):
     """See `Command`."""
     return Command(tmp_path, data_dir, capfd)
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """Lets the server of `forked` find the package and the tests' modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        multiprocessing.forkserver.set_forkserver_preload([forked.__name__])
+        multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture
+def forks(tmp_path, data_dir, fork_server):
+    """See `ForkedCommand`."""
+    return ForkedCommand(tmp_path, data_dir)
 
 
 @pytest.fixture(scope="module")
