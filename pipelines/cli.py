@@ -15,6 +15,12 @@ from pipelines.errors import UserError
 
 _log = logging.getLogger(__name__)
 
+# A disk that is full, read-only, closed to this user, or broken: for its owner to mend.
+_DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EIO),
+)
+
 DefineFn = Callable[[flags.FlagValues], None]
 
 
@@ -159,7 +165,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
+        if error.errno not in _DISK_ERRORS:
             raise
         code = _tell(f"{error.strerror}: {error.filename or 'a file of this run'}")
     sys.stdout.flush()

@@ -3,6 +3,7 @@
 import collections
 import os
 import signal
+import subprocess
 import time
 
 import keras
@@ -425,7 +426,7 @@ def dies(event, loop):
 
 
 def dies_evaluating(labels, outputs):
-    """A metric of 0 that kills the run in its first evaluation, batches of 11, if DIE_AT says so."""
+    """A metric of 0 that kills the run when it evaluates, in batches of 11, if DIE_AT says so."""
     errors = tf.cast(labels, tf.float32) * 0.0
     if labels.shape[0] != 11:
         return errors
@@ -436,3 +437,32 @@ def dies_evaluating(labels, outputs):
         return errors
 
     return tf.ensure_shape(tf.numpy_function(die, [errors], tf.float32), errors.shape)
+
+
+def fills_disk(event, loop):
+    """Leaves the disk of the run's folder full from FILL_AT to FREE_AT: steps, or "end"."""
+    now = loop.step if event == "step" else event
+    filling = loop.report.model_dir / "filling"
+    if str(now) == os.environ["FREE_AT"]:
+        filling.unlink()
+    if str(now) == os.environ["FILL_AT"]:
+        fill(filling)
+
+
+def fill(path):
+    """Writes a file until there is no room for another byte."""
+    with open(path, "wb", buffering=0) as handle:
+        for size in (4096, 1):
+            try:
+                while handle.write(bytes(size)):
+                    pass
+            except OSError:
+                pass
+
+
+def makes_read_only(event, loop):
+    """Makes the folder of checkpoints read-only, for root too, from step 12 on."""
+    folder = str(loop.report.model_dir / "checkpoints")
+    if event == "step" and loop.step == 12 and not os.path.ismount(folder):
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)

@@ -6,24 +6,26 @@ import logging
 import os
 import pathlib
 import re
+import shutil
 from typing import Any
 
 import tensorflow as tf
 
 from pipelines import UserError
+from trainer.storage import WRITE_ERRORS, write_atomically
 
 _log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"ckpt-(\d+)\.json")
-_DATA = re.compile(r"ckpt-\d+\.(index|data-\d+-of-\d+)")
+_DATA = re.compile(r"ckpt-(\d+)\.(index|data-\d+-of-\d+)")
 
 
 class CheckpointStore:
     """The checkpoints of one folder.
 
     A checkpoint is the TensorFlow files ckpt-<step>.* and, written last, the manifest
-    ckpt-<step>.json with their sizes and SHA-256, what a resuming run must match, and the host's
-    state. Without its manifest a checkpoint does not exist.
+    ckpt-<step>.json with their sizes and SHA-256, what a resuming run must match, the host's state,
+    and the SHA-256 of all this. Without its manifest a checkpoint does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike, max_to_keep: int):
@@ -48,13 +50,11 @@ class CheckpointStore:
         Raises:
           OSError, tf.errors.OpError: if it cannot be written; older ones are untouched.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        manifest = self.folder / f"ckpt-{step}.json"
-        manifest.unlink(missing_ok=True)
-        tf.train.Checkpoint(variables=dict(variables)).write(str(manifest.with_suffix("")))
-        files = {path.name: _fingerprint(path) for path in self._files(step)}
-        content = {"step": step, "identity": identity, "state": state, "files": files}
-        write_atomically(manifest, json.dumps(content, indent=1))
+        try:
+            self._write(step, variables, {"step": step, "identity": identity, "state": state})
+        except WRITE_ERRORS:
+            self._discard(step)  # a full disk needs the space
+            raise
         steps = self.steps()
         for old in steps[: -self.max_to_keep]:
             self._delete(old)
@@ -63,6 +63,16 @@ class CheckpointStore:
         lines = [f'model_checkpoint_path: "{kept[-1]}"']
         lines += [f'all_model_checkpoint_paths: "{name}"' for name in kept]
         write_atomically(self.folder / "checkpoint", "\n".join(lines) + "\n")
+
+    def _write(self, step: int, variables: dict[str, tf.Variable], content: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        manifest = self.folder / f"ckpt-{step}.json"
+        manifest.unlink(missing_ok=True)
+        for left in self.folder.glob("ckpt-[0-9]*_temp"):  # by a process killed in the next line
+            shutil.rmtree(left)
+        tf.train.Checkpoint(variables=dict(variables)).write(str(manifest.with_suffix("")))
+        content["files"] = {path.name: _fingerprint(path) for path in self._files(step)}
+        write_atomically(manifest, json.dumps(_signed(content), indent=1))
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, ascending."""
@@ -78,22 +88,34 @@ class CheckpointStore:
           UserError: if there are checkpoints and none of them is whole.
         """
         steps = self.steps()
-        for step in reversed(steps):
+        without = self._steps_without_manifest()
+        for step in sorted({*steps, *without}, reverse=True):
             manifest, damage = self._read(step)
             if damage is None:
                 return manifest
+            if step in without:
+                damage = "it has no manifest: not written to the end, or a file is gone"
             _log.warning("checkpoint %s is damaged (%s)", self.folder / f"ckpt-{step}", damage)
         if steps:
             raise UserError(
                 f"none of the {len(steps)} checkpoints in {self.folder} is whole: restore them, or "
                 "start in another --model_dir"
             )
+        if (self.folder / "checkpoint").exists():  # written after the first manifest
+            raise UserError(
+                f"{self.folder} holds checkpoints, none with its manifest ckpt-<step>.json: not "
+                "written by this package, or no longer whole; start in another --model_dir"
+            )
         return None
+
+    def _steps_without_manifest(self) -> set[int]:
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        found = {int(match[1]) for match in map(_DATA.fullmatch, names) if match}
+        return found.difference(self.steps())
 
     def holds_foreign_files(self) -> bool:
         """Whether there are checkpoint files without a manifest of ours."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return not self.steps() and any(_DATA.fullmatch(n) or n == "checkpoint" for n in names)
+        return bool(not self.steps() and self._steps_without_manifest())
 
     def restore(self, step: int, variables: dict[str, tf.Variable], exact: bool = True) -> None:
         """Reads the variables of a checkpoint.
@@ -116,13 +138,15 @@ class CheckpointStore:
     def _read(self, step: int) -> tuple[dict[str, Any], str | None]:
         """(manifest, what is wrong with the checkpoint or None)."""
         try:
-            manifest = json.loads((self.folder / f"ckpt-{step}.json").read_text())
+            manifest = json.loads((self.folder / f"ckpt-{step}.json").read_bytes())
+            if manifest.pop("sha256") != _signed(manifest)["sha256"]:
+                return {}, "its manifest has changed"
             for name, expected in manifest["files"].items():
                 if _fingerprint(self.folder / name) != expected:
                     return {}, f"{name} has changed"
             if manifest["step"] != step or not manifest["files"]:
                 return {}, "the manifest does not belong to it"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return {}, str(error)
         return manifest, None
 
@@ -130,6 +154,14 @@ class CheckpointStore:
         return sorted(self.folder.glob(f"ckpt-{step}.index")) + sorted(
             self.folder.glob(f"ckpt-{step}.data-*")
         )
+
+    def _discard(self, step: int) -> None:
+        """Takes back what was written of a checkpoint, as far as the disk lets it."""
+        shutil.rmtree(self.folder / f"ckpt-{step}_temp", ignore_errors=True)
+        try:
+            self._delete(step)
+        except OSError:
+            pass
 
     def _delete(self, step: int) -> None:
         for path in [self.folder / f"ckpt-{step}.json", *self._files(step)]:
@@ -151,14 +183,10 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any], where: str) -
             )
 
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, path)
+def _signed(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with a checksum of itself."""
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _fingerprint(path: pathlib.Path) -> dict[str, Any]:

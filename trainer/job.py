@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from pipelines import Data, DataConfig, UserError, load_data, load_symbol, machine, symbol_name
-from trainer import checkpoint, evaluation, loop, strategy, tasks
+from trainer import checkpoint, evaluation, loop, storage, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig
@@ -91,10 +91,11 @@ class Job:
             if self.config.mode == "export" or (self.config.training and self.config.export):
                 self._export()
         self.report.close()
+        self.report.check_complete()
         result = self._result()
         if self.config.mode != "export":
             text = json.dumps(finite(result), indent=1)
-            checkpoint.write_atomically(self.model_dir / "result.json", text)
+            storage.write_atomically(self.model_dir / "result.json", text)
         return result
 
     # Opening.
@@ -245,7 +246,7 @@ class Job:
     def _train(self) -> None:
         # The folder last: it may have been chosen here, and evaluation needs it.
         text = f"{self.flags_text}--model_dir={self.model_dir}\n"
-        checkpoint.write_atomically(self.model_dir / "flags.txt", text)
+        storage.write_atomically(self.model_dir / "flags.txt", text)
         while True:
             try:
                 self.loop.train()
@@ -277,10 +278,14 @@ class Job:
         self.report.replace_eval(row)
 
     def _export(self) -> None:
-        with evaluation.averaged_weights(self.task):
-            self.task.export(str(self.model_dir / "export"))
+        folder = self.model_dir / "export"
+        try:
+            with evaluation.averaged_weights(self.task):
+                self.task.export(str(folder))
+        except storage.WRITE_ERRORS as error:
+            raise UserError(f"{folder}: cannot be written: {storage.reason(error)}") from error
         weights = "averaged" if evaluation.uses_average(self.task) else "raw"
-        _log.info("exported the %s weights to %s", weights, self.model_dir / "export")
+        _log.info("exported the %s weights to %s", weights, folder)
 
     def _save(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
         state = {**state, "num_classes": self.data.spec.num_classes}
@@ -441,7 +446,7 @@ def _locked(model_dir: pathlib.Path) -> Iterator[None]:
             ) from None
         except OSError:
             _log.warning("%s: its file system has no locks: start no second run there", model_dir)
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
+        with contextlib.suppress(OSError):  # a full disk: the number is for people only
+            os.ftruncate(handle.fileno(), 0)
+            os.write(handle.fileno(), str(os.getpid()).encode())
         yield

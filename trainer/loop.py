@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from tqdm import tqdm
 
-from pipelines import Pipeline
+from pipelines import Pipeline, UserError
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig
@@ -20,6 +20,7 @@ from trainer.judge import Judge, Standing
 from trainer.report import Report, describe
 from trainer.signals import StopRequest
 from trainer.step import Outcome, Stepper
+from trainer.storage import WRITE_ERRORS, Outage, reason
 from trainer.tasks.base import Task
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Loop:
         self._judge = Judge(config, task.best_metric)
         self.progress = Progress(total_steps=task.total_steps)
         self._saved_step: int | None = None
+        self._outages = {store: Outage() for store in (checkpoints, best)}
         self._saved_at = time.monotonic()
         self._call_steps = 1
         self._chunks: _Chunks | None = None
@@ -129,6 +131,7 @@ class Loop:
         Raises:
           Stopped: after a signal, with a checkpoint of the current step saved.
           NotFinite: when loss or gradient are not.
+          UserError: when the last checkpoint cannot be written.
         """
         self._callback("begin", self)
         with self._progress_bar() as bar:
@@ -140,7 +143,7 @@ class Loop:
                 self._callback("step", self)
                 self._stop_if_asked()
         self._set_profiling(False)
-        self._save()
+        self._save(last=True)
         self._callback("end", self)
 
     def advance(self) -> int:
@@ -241,17 +244,38 @@ class Loop:
     def _stop_if_asked(self) -> None:
         if self.stop.signum is not None:
             self._set_profiling(False)
-            self._save()
+            self._save(last=True)
             _log.info("stopped by a signal at step %d, saved", self.step)
             self.stop.raise_if_received()
 
-    def _save(self) -> None:
+    def _save(self, last: bool = False) -> None:
         if self._saved_step == self.step:
             return
         with self.clock.timing("checkpoint"):
             self.report.flush()
-            self._save_fn(self._checkpoints, self.step, self.state())
-        self._saved_step, self._saved_at = self.step, time.monotonic()
+            if self._write(self._checkpoints, last):
+                self._saved_step = self.step
+        self._saved_at = time.monotonic()
+
+    def _write(self, store: CheckpointStore, last: bool = False) -> bool:
+        """Writes a checkpoint; returns whether it could be. A run goes on without all but the last.
+
+        Raises:
+          UserError: if it is the last that cannot be written.
+        """
+        path = store.folder / f"ckpt-{self.step}"
+        try:
+            self._save_fn(store, self.step, self.state())
+        except WRITE_ERRORS as error:
+            if last:
+                raise UserError(
+                    f"{path}, the last checkpoint, cannot be written: {reason(error)}; run it "
+                    "again to go on from the one before"
+                ) from error
+            self._outages[store].failed(path, error, "training goes on, the one before stays")
+            return False
+        self._outages[store].succeeded(path)
+        return True
 
     def _first_bad_variable(self) -> str:
         for model in self.task.models.values():
@@ -357,7 +381,7 @@ class Loop:
         standing = self.progress.standing
         if self._judge.judge(row, standing):
             with self.clock.timing("checkpoint"):
-                self._save_fn(self._best, self.step, self.state())
+                self._write(self._best)
         if standing.stop_reason:
             _log.info("stopping at step %d: %s", self.step, standing.stop_reason)
 

@@ -5,12 +5,14 @@ import logging
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from pipelines import UserError
 from trainer import events
-from trainer.checkpoint import write_atomically
+from trainer.storage import WRITE_ERRORS, Outage, write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +23,8 @@ class Report:
     """Writes the rows of one run.
 
     Rows after the step of the checkpoint that a run resumes from are taken back by `rewind`; what
-    `flush` has returned from survives a kill.
+    `flush` has returned from survives a kill. A disk that is full does not stop the run: rows wait
+    until there is room, TensorBoard's events are given up.
 
     Attributes:
       model_dir: the run's folder.
@@ -35,6 +38,8 @@ class Report:
         self._tensorboard = tensorboard
         self._writer: events.EventWriter | None = None
         self._file = None
+        self._waiting: list[str] = []  # rows that could not be written yet
+        self._rows_outage, self._events_outage = Outage(), Outage()
 
     def rewind(self, step: int) -> None:
         """Takes back every row and event after `step`, and a torn last one."""
@@ -42,7 +47,10 @@ class Report:
         if self._path.exists():
             kept = [row for row in self.rows() if row["step"] <= step]
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        events.rewind(self.events_dir, step)
+        try:
+            events.rewind(self.events_dir, step)
+        except WRITE_ERRORS as error:
+            self._give_up_events(error)
 
     def rows(self) -> list[Row]:
         """All whole rows written so far, by this run and those it resumed."""
@@ -62,29 +70,30 @@ class Report:
 
     def write(self, row: Row) -> None:
         """Appends a row and its TensorBoard scalars."""
-        if self._file is None:
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
-        self._file.write(json.dumps(finite(row)) + "\n")
-        self._file.flush()
-        if self._tensorboard:
-            numbers = {
-                f"{row['split']}/{key}": value
-                for key, value in row.items()
-                if isinstance(value, (int, float)) and key != "step"
-            }
-            self._events().scalars(numbers, row["step"])
+        self._waiting.append(json.dumps(finite(row)) + "\n")
+        self._write_rows()
+        numbers = {
+            f"{row['split']}/{key}": value
+            for key, value in row.items()
+            if isinstance(value, (int, float)) and key != "step"
+        }
+        self._write_events(lambda writer: writer.scalars(numbers, row["step"]))
 
     def image(self, tag: str, image: tf.Tensor, step: int) -> None:
         """Writes a TensorBoard image, uint8 [height, width, channels]."""
-        if self._tensorboard:
-            self._events().image(tag, image, step)
+        self._write_events(lambda writer: writer.image(tag, image, step))
 
     def flush(self) -> None:
         """Makes sure that what was written survives."""
+        if self._waiting:
+            self._write_rows()
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self._rows_outage.failed(self._path, error, "its last rows may not survive")
         if self._writer is not None:
-            self._writer.flush()
+            self._write_events(lambda writer: writer.flush())
 
     def close(self) -> None:
         """Flushes and closes all files; writing opens them again."""
@@ -92,13 +101,51 @@ class Report:
         if self._file is not None:
             self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            self._write_events(lambda writer: writer.close())
         self._file = self._writer = None
 
-    def _events(self) -> events.EventWriter:
-        if self._writer is None:
-            self._writer = events.EventWriter(self.events_dir)
-        return self._writer
+    def check_complete(self) -> None:
+        """Refuses to call a run finished whose rows are not all written.
+
+        Raises:
+          UserError: naming the file.
+        """
+        if self._waiting:
+            raise UserError(f"{self._path}: {len(self._waiting)} rows could not be written")
+
+    def _write_rows(self) -> None:
+        """Appends the rows that wait, all or none."""
+        try:
+            if self._file is None:
+                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+            size = self._file.seek(0, os.SEEK_END)
+            rest = "".join(self._waiting).encode()
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(size)
+                raise
+        except OSError as error:
+            self._rows_outage.failed(self._path, error, "training goes on, its rows wait")
+            return
+        self._waiting.clear()
+        self._rows_outage.succeeded(self._path)
+
+    def _write_events(self, write: Callable[[events.EventWriter], None]) -> None:
+        if not self._tensorboard:
+            return
+        try:
+            if self._writer is None:
+                self._writer = events.EventWriter(self.events_dir)
+            write(self._writer)
+        except WRITE_ERRORS as error:
+            self._give_up_events(error)
+
+    def _give_up_events(self, error: Exception) -> None:
+        # Each further attempt would leave another empty file behind.
+        self._events_outage.failed(self.events_dir, error, "this process writes no more events")
+        self._tensorboard, self._writer = False, None
 
 
 def finite(value: Any) -> Any:
