@@ -60,6 +60,12 @@ class BadRecords:
         self._positions.update(positions)
         _log.warning("skipping %d records: %s", len(positions), reason)
 
+    def note_extra(self, reason: str) -> None:
+        """A file holds more records than can be asked for."""
+        if not self.skip:
+            raise UserError(f"{reason}; --on_bad_record=skip trains without the others")
+        _log.warning("%s: the others are left out", reason)
+
     def settle(
         self,
         examples: Examples,

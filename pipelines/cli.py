@@ -15,10 +15,11 @@ from pipelines.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-# A disk that is full, read-only, closed to this user, or broken: for its owner to mend.
+# A disk that is full, read-only, closed to this user, or broken, or no possible name: for the user
+# to mend.
 _DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
-    *(errno.EACCES, errno.EPERM, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG),
 )
 
 DefineFn = Callable[[flags.FlagValues], None]
@@ -51,6 +52,9 @@ def parse_flags(argv: Sequence[str], doc: str, *define_fns: DefineFn) -> flags.F
     )
     for define in define_fns:
         define(values)
+    for argument in argv:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):  # undecodable bytes
+            raise UserError(f"{argument!r}: not UTF-8, which TensorFlow needs of every path")
     try:
         leftover = values(list(argv))[1:]
     except flags.Error as error:
@@ -174,5 +178,6 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
 
 def _tell(message: str) -> int:
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    line = " ".join(message.splitlines())  # whatever it quotes
+    print(f"error: {line}", file=sys.stderr, flush=True)
     return 1

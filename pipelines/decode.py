@@ -82,7 +82,12 @@ class Decoder:
             return examples
         labels = examples[self._spec.label_key]
         wrong, reason = self._wrong_labels(labels)
-        return self._bad.settle(examples, wrong, positions, reason, labels)
+        examples = self._bad.settle(examples, wrong, positions, reason, labels)
+        inputs = examples[self.input_key]
+        if not inputs.dtype.is_floating:
+            return examples
+        reason = f"its input {self.input_key!r} holds numbers that are not finite"
+        return self._bad.settle(examples, _any(~tf.math.is_finite(inputs)), positions, reason)
 
     def _wrong_labels(self, labels: tf.Tensor) -> tuple[tf.Tensor, str]:
         """Labels that no model output stands for; a GPU would train on them to NaN."""
@@ -94,7 +99,7 @@ class Decoder:
             wrong, reason = ~tf.math.is_finite(labels), f"its label {key!r} is {{}}, not finite"
         else:
             wrong, reason = tf.zeros_like(labels, tf.bool), ""
-        return tf.reduce_any(tf.reshape(wrong, [wrong.shape[0], -1]), axis=1), reason
+        return _any(wrong), reason
 
     def _parse(self, records: tf.Tensor) -> Examples:
         """Parses serialized tf.train.Examples; what TFDS encodes beside images is decoded."""
@@ -107,8 +112,11 @@ class Decoder:
             elif not (key == self.input_key and self._is_image):
                 values = _map_rows(feature.decode_example, values, self.types[key])
             parsed[key] = values
+        if self._is_image:
+            parsed[self.input_key] = images.refuse_huge(parsed[self.input_key])
         if self.view:
-            parsed[SHAPE] = images.shapes_of(parsed[self.input_key])
+            shapes = images.shapes_of(parsed[self.input_key])
+            parsed[SHAPE] = images.within_limit(shapes, shapes)
         return parsed
 
     def _with_pixels(self, parsed: Examples, seeds: tf.Tensor) -> Examples:
@@ -127,6 +135,11 @@ class Decoder:
                 lambda data: images.resize(feature.decode_example(data), image), encoded, image
             )
         return {**parsed, self.input_key: pixels}
+
+
+def _any(wrong: tf.Tensor) -> tf.Tensor:
+    """bool [m]: whether any value of a row [m, ...] is true."""
+    return tf.reduce_any(tf.reshape(wrong, [wrong.shape[0], -1]), axis=1)
 
 
 def _map_rows(fn: Callable, rows: tf.Tensor, row_type: tf.TensorSpec) -> tf.Tensor:

@@ -22,6 +22,7 @@ _CROP_AREA = (0.08, 1.0)  # share of the image, as in Szegedy et al. 2014
 _CROP_ASPECT = (3 / 4, 4 / 3)
 _CROP_ATTEMPTS = 10
 _CROP_SALT = 0x9D7C
+MAX_PIXELS = 1 << 27  # of one image; what claims more is made to exhaust memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,40 @@ def shapes_of(encoded: tf.Tensor) -> tf.Tensor:
     return tf.map_fn(
         shape_of, encoded, fn_output_signature=tf.TensorSpec([2], tf.int32), parallel_iterations=1
     )
+
+
+def refuse_huge(encoded: tf.Tensor) -> tf.Tensor:
+    """Encoded images (string [m]) as they are, once their headers claim no more than `MAX_PIXELS`.
+
+    A few bytes may claim pixels that fill the memory; so this comes before they are decoded. Looks
+    at PNG, GIF and BMP; of JPEGs, `shapes_of` knows the size, and the decoder has a limit.
+
+    Raises:
+      tf.errors.InvalidArgumentError: when run on one that claims more, or that is no image.
+    """
+
+    def sides(position, size, dtype, little_endian):
+        field = tf.strings.substr(encoded, position, size)
+        values = tf.io.decode_raw(field, dtype, little_endian, fixed_length=size)
+        return tf.abs(tf.cast(tf.ensure_shape(values, [None, 2]), tf.int64))
+
+    def begins(magic):
+        return tf.equal(tf.strings.substr(encoded, 0, len(magic)), magic)[:, None]
+
+    # PNG's first chunk, GIF's logical screen, BMP's information header, whose height may be
+    # negative.
+    claimed = tf.where(begins(b"\x89PNG"), sides(16, 8, tf.int32, False), 1)
+    claimed = tf.where(begins(b"GIF8"), sides(6, 4, tf.uint16, True), claimed)
+    claimed = tf.where(begins(b"BM"), sides(18, 8, tf.int32, True), claimed)
+    return within_limit(encoded, claimed)
+
+
+def within_limit(values: tf.Tensor, shapes: tf.Tensor) -> tf.Tensor:
+    """`values`, once no image of `shapes` (integers [m, 2]) has more than `MAX_PIXELS`."""
+    pixels = tf.reduce_prod(tf.cast(shapes, tf.int64), axis=1)
+    possible = tf.reduce_all((pixels >= 0) & (pixels <= MAX_PIXELS))
+    with tf.control_dependencies([tf.debugging.Assert(possible, ["an image of too many pixels"])]):
+        return tf.identity(values)
 
 
 def reductions(windows: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:

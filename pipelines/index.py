@@ -76,8 +76,17 @@ def walk(path: str) -> np.ndarray:
     Returns:
       int64 [n + 1]: where each of the n whole records begins, and where the last one ends. A file
       that is damaged or cut off yields the records before that place.
+
+    Raises:
+      UserError: if it cannot be read.
     """
-    size = file_size(path)
+    try:
+        return _walk(path, file_size(path))
+    except (OSError, tf.errors.OpError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _walk(path: str, size: int) -> np.ndarray:
     offsets = [0]
     with File(path) as file:
         near, base = b"", 0

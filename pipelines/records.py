@@ -56,6 +56,12 @@ class Records:
             self._check_length(int(self._starts[i]), stretch, shard)
 
     def _check_length(self, start: int, stretch: Stretch, shard: Shard) -> None:
+        extra = shard.num_records - stretch.num_in_shard
+        if extra > 0:
+            self.bad.note_extra(
+                f"{stretch.path}: holds {shard.num_records} records where the dataset's metadata "
+                f"promises {stretch.num_in_shard}"
+            )
         missing = min(stretch.count, stretch.first + stretch.count - shard.num_records)
         if missing > 0:
             end = start + stretch.count

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import urllib.parse
+from collections.abc import Callable
 
 import tensorflow_datasets as tfds
 
@@ -77,6 +78,7 @@ def open_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
     builder = _find_builder(config)
     if not builder.is_prepared():
         _prepare(builder, config)
+        builder = _find_builder(config)  # another process may have prepared it meanwhile
     if not builder.info.splits:
         raise UserError(f"{builder.data_dir}: the prepared dataset lists no splits")
     return builder
@@ -88,32 +90,40 @@ def _find_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
         cls = load_symbol("dataset", name)
         if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
             raise UserError(f"--dataset={name}: not a TFDS builder class")
-        try:
-            return cls(data_dir=data_dir)
-        except Exception as error:  # a user's code: whatever it raises
-            raise UserError(
-                f"--dataset={name}: making the builder failed: {type(error).__name__}: {error}"
-            ) from error
+        return _make(config, lambda: cls(data_dir=data_dir))
     if os.sep in name and os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "dataset_info.json")):
             raise UserError(
                 f"--dataset={name}: no prepared dataset in this folder (no dataset_info.json)"
             )
-        return tfds.builder_from_directory(name)
-    try:
-        if name.partition(":")[0] == "mnist_5k":
-            from pipelines.datasets.mnist_5k import Mnist5k
+        return _make(config, lambda: tfds.builder_from_directory(name))
+    if name.partition(":")[0] == "mnist_5k":
+        from pipelines.datasets.mnist_5k import Mnist5k
 
-            version = name.partition(":")[2] or None
-            return Mnist5k(data_dir=data_dir, **({"version": version} if version else {}))
-        return tfds.builder(name, data_dir=data_dir)
+        version = name.partition(":")[2] or None
+        options = {"version": version} if version else {}
+        return _make(config, lambda: Mnist5k(data_dir=data_dir, **options))
+    try:
+        return _make(config, lambda: tfds.builder(name, data_dir=data_dir))
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
             f"--dataset={name}: no such dataset; give a TFDS name{_similar_names(name)}, mnist_5k, "
             "package.module:BuilderClass, or the folder of a prepared dataset"
         ) from error
-    except (AssertionError, ValueError, OSError, ImportError) as error:
-        raise UserError(f"--dataset={name}: {str(error)[:300]}") from error
+
+
+def _make(config: DataConfig, make_fn: Callable[[], tfds.core.DatasetBuilder]):
+    """Makes a builder, which reads what is prepared."""
+    try:
+        return make_fn()
+    except tfds.core.DatasetNotFoundError:
+        raise
+    except Exception as error:  # a builder's code, or damaged metadata: whatever it raises
+        folder = config.data_dir or "the default --data_dir"
+        raise UserError(
+            f"--dataset={config.dataset}: opening it failed, with what is prepared in {folder}: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
 def _similar_names(name: str) -> str:
@@ -166,8 +176,10 @@ def _exclusive(path: str):
         yield
         return
     with open(path, "w") as handle:
-        with contextlib.suppress(OSError):  # a file system without locks
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            _log.warning("%s: no locks here: let one process prepare it at a time", path)
         yield
 
 

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _PROCESS_START = time.time()
 _LOCK = ".lock"
+_PATTERN = "*?[\\"
 
 # What a resumed run must share with its checkpoint; the rest is honoured as newly given.
 _IDENTITY_OF_MODEL = (
@@ -411,6 +412,11 @@ def _open_model_dir(config: TrainConfig) -> pathlib.Path:
         path = pathlib.Path("runs") / f"{now}-{os.getpid()}"
     else:
         raise UserError(f"--mode={config.mode} needs --model_dir, the folder of a trained run")
+    if set(str(path)) & set(_PATTERN):
+        raise UserError(
+            f"--model_dir={path}: TensorFlow takes {' '.join(_PATTERN)} in it for a pattern, and "
+            "would not find its checkpoints again: choose another name"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable"
