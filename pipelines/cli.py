@@ -52,7 +52,11 @@ def parse_flags(argv: Sequence[str], doc: str, *define_fns: DefineFn) -> flags.F
     )
     for define in define_fns:
         define(values)
-    for argument in argv:
+    for argument in argv[1:]:
+        if argument != "".join(argument.rstrip().splitlines()):
+            raise UserError(
+                f"{argument!r}: a line break, or white space at its end, which no flagfile can hold"
+            )
         if any("\ud800" <= letter <= "\udfff" for letter in argument):  # undecodable bytes
             raise UserError(f"{argument!r}: not UTF-8, which TensorFlow needs of every path")
     try:

@@ -84,7 +84,7 @@ class Command:
         self._count = 0
 
     def __call__(self, *flags, model_dir=None, code=0):
-        """Runs in this process and expects an exit code (None: any); later flags replace earlier."""
+        """Runs in this process and expects a code (None: any); later flags replace earlier ones."""
         run = Run(pathlib.Path(model_dir or self.new_folder()))
         if self._capture:
             self._capture.readouterr()
