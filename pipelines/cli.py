@@ -124,6 +124,7 @@ def import_tensorflow(verbosity: int) -> None:
         import tensorflow as tf
 
         tf.config.list_physical_devices()  # looks for drivers, and complains, once
+    tf.get_logger().setLevel("WARNING" if verbosity > 0 else "ERROR")
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ def _stderr_closed() -> Iterator[None]:
 
 def set_up_logging(verbosity: int) -> None:
     """Logs this package's lines to stderr."""
-    absl_logging.set_verbosity(verbosity if verbosity > 0 else absl_logging.WARNING)
+    absl_logging.set_verbosity(verbosity if verbosity > 0 else absl_logging.ERROR)
     for room in ("pipelines", "trainer"):
         logger = logging.getLogger(room)
         logger.setLevel(logging.WARNING if verbosity < 0 else logging.INFO)

@@ -466,3 +466,25 @@ def makes_read_only(event, loop):
     if event == "step" and loop.step == 12 and not os.path.ismount(folder):
         subprocess.run(["mount", "--bind", folder, folder], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+
+def tells_listening_ports(event, loop):
+    """Prints how many ports the process listens on."""
+    if event != "end":
+        return
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as rows:
+            inodes |= {row.split()[9] for row in list(rows)[1:] if row.split()[3] == "0A"}
+    own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]]
+    print("listening on", sum(link == f"socket:[{i}]" for link in own for i in inodes), "ports")
+
+
+def watches_itself(event, loop):
+    """Keeps memory, open files and traces at every 1000th step."""
+    if event == "step" and loop.step % 1000 == 0:
+        with open("/proc/self/statm") as numbers:
+            pages = int(numbers.read().split()[1])
+        traces = loop.stepper._train.experimental_get_tracing_count()
+        seen = (loop.step, pages, len(os.listdir("/proc/self/fd")), traces)
+        PROBE.setdefault("watched", []).append(seen)

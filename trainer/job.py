@@ -211,7 +211,18 @@ class Job:
             return
         self.report.rewind(-1)  # to before what a run said that was killed without a checkpoint
         if self.config.init_from:
+            self._warm_start()
+
+    def _warm_start(self) -> None:
+        try:
             tasks.warm_start(self.task, self.config.init_from)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged archive: whatever unpacking it raises
+            raise UserError(
+                f"--init_from={self.config.init_from}: cannot be read: "
+                f"{type(error).__name__}: {_reason(error)}"
+            ) from error
 
     def _compile(self) -> None:
         try:
