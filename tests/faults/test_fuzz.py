@@ -173,7 +173,7 @@ def shard(vectors, tmp_path):
 
 CHECKS = {
     "arguments": (check_arguments, 200, 5000),
-    "flagfile": (check_flagfile, 200, 5000),
+    "flagfile": (check_flagfile, 60, 3000),
     "splits": (check_splits, 300, 5000),
     "records": (check_records, 100, 2000),
     "rows": (check_rows, 200, 3000),

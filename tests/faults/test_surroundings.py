@@ -21,7 +21,8 @@ FLAGS = words(
 # What a run says: our own words, and nothing of the libraries below.
 OWN_LINES = re.compile(
     r"(warning: )?\S+ is not prepared in .*: preparing it now|(train|test): reader .*"
-    r"|jit_compile=auto: .*|model: \d+ parameters, .*|(train|eval ) step .*|exported the raw weights to .*"
+    r"|jit_compile=auto: .*|model: \d+ parameters, .*|(train|eval ) step .*"
+    r"|exported the raw weights to .*"
 )
 
 

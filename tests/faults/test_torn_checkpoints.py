@@ -18,7 +18,7 @@ FLAGS = words(
     "--checkpoint_steps=2 --mode=train --num_devices=1"
 )
 FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -130,9 +130,14 @@ def test_none_usable(store, suffix):
         store.newest()
 
 
+@pytest.fixture(scope="module")
+def trained(module_command):
+    return module_command(*FLAGS)
+
+
 @pytest.mark.parametrize("lost", [".json", ".data-*", ".*"])
-def test_a_run_never_starts_over_silently(command, lost):
-    run = command(*FLAGS)
+def test_a_run_never_starts_over_silently(command, trained, lost):
+    run = command.copy_of(trained)
     for path in (run.dir / "checkpoints").glob(f"ckpt-*{lost}"):
         path.unlink()
     before = sorted(path.name for path in run.dir.rglob("*"))
