@@ -145,7 +145,9 @@ def _prepare(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
         tfds.disable_progress_bar()
     try:
         os.makedirs(builder.data_dir_root, exist_ok=True)
-        with _exclusive(os.path.join(builder.data_dir_root, f".{builder.name}.lock")):
+        lock = os.path.join(builder.data_dir_root, f".{builder.name}.lock")
+        # TFDS prints what it does; a command's stdout is for its results.
+        with _exclusive(lock), contextlib.redirect_stdout(sys.stderr):
             builder.download_and_prepare(
                 download_config=tfds.download.DownloadConfig(try_download_gcs=False)
             )

@@ -13,12 +13,14 @@ import dataclasses
 import json
 import multiprocessing.forkserver
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 
 import forked
 import keras
+import numpy as np
 import parts
 import pytest
 import tensorflow as tf
@@ -28,7 +30,16 @@ from trainer import main as main_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NUM_DEVICES = 3
+JSON_TYPES = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "dict": dict,
+    "list": list,
+    "null": type(None),
+}
 
+tf.config.threading.set_intra_op_parallelism_threads(1)  # as a run with several devices does
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES,
@@ -142,6 +153,21 @@ class ForkedCommand(Command):
 def words(text):
     """Flags, from the way one types them."""
     return text.split()
+
+
+def documented_fields(doc):
+    """Groups of fields in the tables of a command's docstring: field -> names of JSON types."""
+    groups = re.split(r"^\| field \|.*\n\|---.*\n", doc, flags=re.M)[1:]
+    rows = (re.findall(r"^\| (\w+) \| ([\w ]+) \|", group, re.M) for group in groups)
+    return [{name: kinds.split(" or ") for name, kinds in group} for group in rows]
+
+
+def check_fields(row, fields):
+    """Asserts that a row has the documented fields, of the documented JSON types."""
+    assert row.keys() == fields.keys()
+    for name, kinds in fields.items():
+        allowed = tuple(t for kind in kinds for t in np.atleast_1d(JSON_TYPES[kind]))
+        assert isinstance(row[name], allowed) and not isinstance(row[name], bool), name
 
 
 def finish(run, process, code=0):

@@ -14,7 +14,6 @@ from conftest import words
 import pipelines
 
 RUNS = {
-    "one_replica": "--dataset=builders:Images --model=parts:conv --num_devices=1",
     "two_replicas": "--dataset=builders:Images --model=parts:conv --num_devices=2",
     "averaged": "--dataset=builders:Images --model=cnn --ema_decay=0.5 --num_devices=2",
     "colours16": "--dataset=builders:Colours16 --model=parts:conv --num_devices=2",
@@ -70,7 +69,7 @@ def exported(module_command, data_dir, tmp_path_factory):
     return {name: (*live[name], np.load(folder / f"{name}_out.npz")) for name in RUNS}
 
 
-@pytest.mark.parametrize("name", ["one_replica", "two_replicas", "colours16"])
+@pytest.mark.parametrize("name", ["two_replicas", "colours16"])
 def test_fresh_process_predicts_what_the_live_model_does(exported, name):
     _, raw, logits, served = exported[name]
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -104,7 +103,7 @@ def test_average_is_what_is_exported(exported):
     np.testing.assert_allclose(served["probabilities"], again, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["one_replica", "two_replicas", "regression"])
+@pytest.mark.parametrize("name", ["two_replicas", "regression"])
 def test_keras_file_is_the_bare_model(exported, name):
     run, raw, outputs, _ = exported[name]
     model = keras.saving.load_model(run.dir / "export/model.keras", compile=False, safe_mode=True)

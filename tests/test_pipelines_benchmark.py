@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import words
+from conftest import check_fields, documented_fields, words
 
 from pipelines import (
     INDEX,
@@ -25,14 +25,6 @@ from pipelines import (
 )
 
 QUICK = words("--num_batches=3 --warmup_batches=1 --repeats=2")
-TYPES = {
-    "str": str,
-    "int": int,
-    "float": (int, float),
-    "dict": dict,
-    "list": list,
-    "null": type(None),
-}
 
 
 @pytest.fixture(scope="module")
@@ -61,25 +53,15 @@ def config(data_dir, **fields):
 # What is written.
 
 
-def documented():
-    """Groups of fields in the module's docstring: field -> Python types."""
-    groups = re.split(r"^\| field \|.*\n\|---.*\n", benchmark.__doc__, flags=re.M)[1:]
-    rows = (re.findall(r"^\| (\w+) \| ([\w ]+) \|", group, re.M) for group in groups)
-    return [{name: kinds.split(" or ") for name, kinds in group} for group in rows]
-
-
 def check_row(row):
-    common, measured, stage, against, summary = documented()
+    common, measured, stage, against, summary = documented_fields(benchmark.__doc__)
     if row["stage"] == "summary":
         fields = common | summary
     else:
         fields = common | measured
         other = row["stage"] == "one_batch" or row["stage"].startswith("baseline:")
         fields |= against if other else stage
-    assert row.keys() == fields.keys()
-    for name, kinds in fields.items():
-        allowed = tuple(t for kind in kinds for t in np.atleast_1d(TYPES[kind]))
-        assert isinstance(row[name], allowed) and not isinstance(row[name], bool), name
+    check_fields(row, fields)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,49 @@
 
 One clock for input alone, the step alone and both together, in steps and examples per second; with
 --compare also for the plain loops that people would write instead. Takes the flags of trainer.main.
-"""
+Turns are interleaved, so that the machine's drift hits all alike.
+
+One row (JSON object, CSV line) for each variant, then a summary. The variants are `input`; `step`,
+which trains on one chunk of batches again and again; `end_to_end`, the loop as trainer.main runs it,
+metrics, rows and TensorBoard included; and with --compare `one_device` (of --strategy=mirrored),
+`straightforward_loop` (of several replicas), `textbook_slicing`, `textbook_gather`, `model_fit` and
+`model_fit_best`. All rows have:
+
+| field | type | meaning |
+|---|---|---|
+| variant | str | see above; `summary` for the last row |
+| replicas | int | replicas of all variants that can have several |
+| reader | str | the reader of the training split |
+| flags | dict | all flags |
+| machine | dict | `cpu`, `cores`, `memory_gb`, `gpus` |
+| versions | dict | python and packages |
+
+All rows but the summary:
+
+| field | type | meaning |
+|---|---|---|
+| steps_per_sec | float | steps by seconds, median of the turns |
+| steps_per_sec_min | float | of the slowest turn |
+| steps_per_sec_max | float | of the fastest turn |
+| examples_per_sec | float | global: steps by seconds times the mean number of examples of a step |
+| examples_per_sec_min | float | of the slowest turn |
+| examples_per_sec_max | float | of the fastest turn |
+| ratio | float | speed of `end_to_end` by this one's, of the medians |
+| ratio_min | float | the least of one turn |
+| ratio_max | float | the greatest of one turn |
+| steps | int | steps of a turn; a turn goes on to the end of its compiled call |
+| warmup_steps | int | steps before each turn, off the clock |
+| repeats | int | turns |
+| settings | str | what the variant chose for itself, such as the best steps_per_execution |
+
+The summary:
+
+| field | type | meaning |
+|---|---|---|
+| bound | str | `input` or `step`: the slower of the two alone |
+| bound_factor | float | how many times as fast the other is |
+| text | str | the same in a sentence |
+"""  # noqa: E501
 
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -45,13 +45,16 @@ def check_keras_backend() -> None:
 
 
 def _set_threads(config: TrainConfig) -> None:
-    """Limits the threads of an operation, where asked to or where the model is too small for more.
+    """Limits the threads of an operation, where asked to or where more would not help.
 
     The loop of a 784-10-10 network made 9,200 steps per CPU second with one thread, 6,400 with two.
+    Several replicas on a CPU fill its cores anyway; and where they compete for threads, some
+    convolutions round differently from run to run, so that resuming would not be exact.
     """
     threads = config.intra_op_threads
     small = config.model == "mlp" and max(config.hidden_units, default=0) <= _MAX_SMALL_UNITS
-    if not threads and small and not tf.config.list_physical_devices("GPU"):
+    several = config.logical_devices > 1 and config.num_devices != 1
+    if not threads and (small or several) and not tf.config.list_physical_devices("GPU"):
         threads = 1
     if threads and threads != tf.config.threading.get_intra_op_parallelism_threads():
         try:
