@@ -114,6 +114,7 @@ class Task:
         Called outside of replicas: an assignment changes all copies of a variable, and may be made
         under a `tf.cond`. `self.step` counts the step already.
         """
+        return  # AutoGraph cannot read a body that is a docstring only
 
     def finish_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
         """Called after an evaluation; may add metrics that need more than one example."""
