@@ -183,7 +183,6 @@ class Pipeline:
             return chunked(order().map(self._read, num_parallel_calls=reader.read_calls))
 
         def mapped(parts):
-            # Converting Python's control flow, of which there is none, would take longer than all.
             @tf.autograph.experimental.do_not_convert
             def apply(slots):
                 for part in parts:
@@ -215,6 +214,8 @@ class Pipeline:
         num_rounds = num_epochs or 2**62  # with an end, a round is one epoch
         chunk_slots, round_slots = chunking.chunk_steps * size, chunking.round_steps * size
 
+        # Converting Python's control flow, of which there is none, would take a second.
+        @tf.autograph.experimental.do_not_convert
         def round_of_epochs(index):
             lookup = self._lookup(index * chunking.round_epochs, chunking.round_epochs)
             start = tf.where(index == first_round, first_step_in_round, 0)

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from pipelines.errors import UserError
@@ -125,33 +126,51 @@ def guarded(fn: Callable, inputs: tuple[tf.Tensor, ...], types: dict[str, tf.Ten
       (fn's result, with zeros for the examples on which it fails; bool [m], whether it fails).
     """
     size = inputs[0].shape[0]
-    zeros = {key: tf.zeros(t.shape, t.dtype) for key, t in types.items()}
-
-    def first_that_works(inputs, *attempts):
-        dataset = tf.data.Dataset.from_tensors(inputs).map(attempts[0]).ignore_errors()
-        for attempt in attempts[1:]:
-            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(inputs).map(attempt))
-        return dataset.take(1).get_single_element()
 
     def whole(*inputs):
         return fn(*inputs), tf.zeros([size], tf.bool)
 
-    def alone(*row):
-        result = fn(*(tensor[None] for tensor in row))
-        return {key: tensor[0] for key, tensor in result.items()}, tf.constant(False)
-
-    def stand_in(*row):
-        return zeros, tf.constant(True)
-
     def one_by_one(*inputs):
-        return tf.map_fn(
-            lambda row: first_that_works(row, alone, stand_in),
-            inputs,
-            fn_output_signature=(types, tf.TensorSpec([], tf.bool)),
-            parallel_iterations=1,
-        )
+        dtypes = [*(t.dtype for t in types.values()), tf.bool]
+        *values, failed = tf.numpy_function(_RowByRow(fn, inputs, types), inputs, dtypes)
+        shaped = {
+            key: tf.ensure_shape(value, [size, *t.shape])
+            for (key, t), value in zip(types.items(), values, strict=True)
+        }
+        return shaped, tf.ensure_shape(failed, [size])
 
-    return first_that_works(inputs, whole, one_by_one)
+    inputs = tf.data.Dataset.from_tensors(inputs)
+    attempts = inputs.map(whole).ignore_errors().concatenate(inputs.map(one_by_one))
+    return attempts.take(1).get_single_element()
+
+
+class _RowByRow:
+    """Applies graph code to each row of a batch alone; traced only once there is a bad one."""
+
+    def __init__(
+        self, fn: Callable, inputs: tuple[tf.Tensor, ...], types: dict[str, tf.TensorSpec]
+    ):
+        rows = [tf.TensorSpec([1, *tensor.shape[1:]], tensor.dtype) for tensor in inputs]
+        self._fn = tf.function(fn, input_signature=rows, autograph=False)
+        self._types = types
+
+    def __call__(self, *inputs: np.ndarray) -> list[np.ndarray]:
+        """Values of `types`, zeros for rows on which it fails; and bool [m], where it does."""
+        size = len(inputs[0])
+        failed = np.zeros(size, bool)
+        values = {
+            key: np.full(
+                (size, *t.shape), b"" if t.dtype == tf.string else 0, t.dtype.as_numpy_dtype
+            )
+            for key, t in self._types.items()
+        }
+        for i in range(size):
+            try:
+                for key, value in self._fn(*(array[i : i + 1] for array in inputs)).items():
+                    values[key][i] = value.numpy()[0]
+            except tf.errors.OpError:
+                failed[i] = True
+        return [*values.values(), failed]
 
 
 class Explained(tf.data.Dataset):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 import socket
@@ -146,8 +147,8 @@ def _prepare(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
     try:
         os.makedirs(builder.data_dir_root, exist_ok=True)
         lock = os.path.join(builder.data_dir_root, f".{builder.name}.lock")
-        # TFDS prints what it does; a command's stdout is for its results.
-        with _exclusive(lock), contextlib.redirect_stdout(sys.stderr):
+        # TFDS prints what is logged here already, and stdout is for a command's results.
+        with _exclusive(lock), contextlib.redirect_stdout(io.StringIO()):
             builder.download_and_prepare(
                 download_config=tfds.download.DownloadConfig(try_download_gcs=False)
             )
