@@ -168,7 +168,7 @@ class _RowByRow:
             try:
                 for key, value in self._fn(*(array[i : i + 1] for array in inputs)).items():
                     values[key][i] = value.numpy()[0]
-            except tf.errors.OpError:
+            except (tf.errors.OpError, UnicodeDecodeError):  # the latter: of a message with bytes
                 failed[i] = True
         return [*values.values(), failed]
 

@@ -16,8 +16,6 @@ AWKWARD = words(
     "--log_steps=1 --eval_steps=3 --learning_rate=0.05 --callback=parts:probe"
 )
 CASES = {
-    "batch_norm": "--model=parts:normed --optimizer=sgd --momentum=0.9 --class_weights=1,0.5,3 "
-    "--label_smoothing=0.1",
     "accumulation": "--model=parts:normed --grad_accum_steps=2 --grad_clip_norm=0.3",
     "mlp": "--model=mlp --hidden_units=8 --optimizer=adamw --weight_decay=0.1 --l2=0.1 "
     "--grad_clip_norm_per_variable=0.1 --ema_decay=0.5",
@@ -27,6 +25,8 @@ CASES = {
     "--label_smoothing=0.1",
 }
 SLOW_CASES = {
+    "batch_norm": "--model=parts:normed --optimizer=sgd --momentum=0.9 --class_weights=1,0.5,3 "
+    "--label_smoothing=0.1",
     "compiled": "--model=mlp --hidden_units=8 --jit_compile=true",
     "sgd": "--model=parts:linear --optimizer=sgd",
     "adam": "--model=mlp --hidden_units=8",

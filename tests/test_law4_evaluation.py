@@ -18,11 +18,10 @@ EVALUATE = words(
 def test_1003_examples_count_once_for_every_batch_size_and_replica_count(command, data_dir):
     trained = command(*TRAIN)
     results = {}
-    for replicas in (1, 2, 3):
-        for size in (1, 7, 128, 4096):
-            flags = (f"--eval_batch_size={size}", f"--num_devices={replicas}")
-            run = command(*EVALUATE, *flags, model_dir=trained.dir)
-            results[size, replicas] = run.result["eval"]
+    for size, replicas in ((1, 1), (7, 2), (128, 3), (128, 1), (4096, 3)):
+        flags = (f"--eval_batch_size={size}", f"--num_devices={replicas}")
+        run = command(*EVALUATE, *flags, model_dir=trained.dir)
+        results[size, replicas] = run.result["eval"]
     for result in results.values():
         assert result["examples"] == 1003
         first = results[1, 1]

