@@ -4,11 +4,13 @@ import csv
 import io
 import json
 
+import keras
+import numpy as np
 import pytest
 from conftest import check_fields, documented_fields, words
 
 from pipelines import cli
-from trainer import benchmark
+from trainer import baselines, benchmark
 
 QUICK = words("--num_steps=4 --num_warmup_steps=2 --repeats=2 --progress=false")
 OURS = ["input", "step", "end_to_end"]
@@ -85,6 +87,18 @@ def test_mistakes_are_told_in_one_line(run, flags, told):
     code, out, err = run(*words(flags))
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: ") and told in err.splitlines()[-1]
+
+
+def test_fit_is_timed_in_whole_executions():
+    def make_model():
+        return keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+
+    images, labels = np.zeros([10, 4], np.float32), np.zeros([10], np.int64)
+    job = baselines.Job(make_model, keras.optimizers.SGD, images, labels, 3, batch_size=2)
+    run = baselines.model_fit(job, None, steps_per_execution=4)
+    for warmup_steps, num_steps in ((0, 1), (1, 2), (5, 6)):
+        turn = run(warmup_steps, num_steps)
+        assert turn.steps >= num_steps and turn.secs > 0
 
 
 def test_any_task_can_be_measured(run):

@@ -224,9 +224,11 @@ def model_fit(
         )
 
     def run(warmup_steps: int, num_steps: int) -> Turn:
+        # Whole executions: the clock can start between two of them only.
+        warmup_steps = _ceil_to(steps_per_execution, warmup_steps)
         stopwatch = _Stopwatch(warmup_steps)
-        steps = warmup_steps + num_steps
-        epoch = min(job.steps_per_epoch, _ceil_to(steps_per_execution, steps))
+        steps = warmup_steps + _ceil_to(steps_per_execution, num_steps)
+        epoch = min(job.steps_per_epoch, steps)
         model.fit(
             job.images,
             job.labels,
