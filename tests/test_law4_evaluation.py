@@ -1,5 +1,7 @@
 """Law 4: every example counts once, whatever the batch size or the number of replicas."""
 
+import itertools
+
 import numpy as np
 import pytest
 from conftest import words
@@ -15,10 +17,16 @@ EVALUATE = words(
 )
 
 
-def test_1003_examples_count_once_for_every_batch_size_and_replica_count(command, data_dir):
+# (batch size, replicas)
+SOME = [(1, 1), (7, 2), (128, 3), (128, 1), (4096, 3)]
+ALL = list(itertools.product((1, 7, 128, 4096), (1, 2, 3)))
+
+
+@pytest.mark.parametrize("pairs", [SOME, pytest.param(ALL, marks=pytest.mark.slow)])
+def test_1003_examples_count_once_for_every_batch_size_and_replica_count(command, pairs):
     trained = command(*TRAIN)
     results = {}
-    for size, replicas in ((1, 1), (7, 2), (128, 3), (128, 1), (4096, 3)):
+    for size, replicas in pairs:
         flags = (f"--eval_batch_size={size}", f"--num_devices={replicas}")
         run = command(*EVALUATE, *flags, model_dir=trained.dir)
         results[size, replicas] = run.result["eval"]
