@@ -173,21 +173,10 @@ class Loop:
         self._call_steps = min(reachable, 2 * self._call_steps)
         return count
 
-    def _may_end_window(self) -> bool:
-        """Whether the next step may be a train row's last: it is taken alone, and so measured."""
-        step = self.step + 1
-        return step == self.task.total_steps or any(step % n == 0 for n in self._windows())
-
-    def _windows(self) -> list[int]:
-        return [every for every in (self.config.log_steps, self._eval_every) if every]
-
     def _steps_to_boundary(self) -> int:
-        if self._may_end_window():
-            return 1
-        stops = [self.task.total_steps - 1 - self.step]
-        stops += [every - 1 - self.step % every for every in self._windows()]
-        if self._checkpoint_every:
-            stops.append(self._checkpoint_every - self.step % self._checkpoint_every)
+        stops = [self.task.total_steps - self.step]
+        intervals = [self.config.log_steps, self._eval_every, self._checkpoint_every]
+        stops += [every - self.step % every for every in intervals if every]
         if self.config.profile_steps:
             first, last = self.config.profile_steps
             stops += [edge - self.step for edge in (first - 1, last) if edge > self.step]

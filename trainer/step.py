@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
       sums: `Stepper.train_sums` after the call, see `MetricSums.table`.
       rates: float32 [updates], learning rate of each update's last step.
       weight_norms: float32 [updates], global norm of the weights after the call.
-      change_norms: float32 [updates], global norm of what the call has added to them.
+      change_norms: float32 [updates], global norm of what the last step has added to them.
     """
 
     bad_step: tf.Tensor
@@ -65,7 +65,9 @@ class Stepper:
     def train(self, chunk: Batch, first: int, count: int) -> Outcome:
         """Trains on batches [first, first + count) of a chunk of tensors [k, batch_size, ...]."""
         # Tensors, not Python numbers: a number would be traced anew for each value.
-        return self._train(chunk, tf.constant(first, tf.int32), tf.constant(count, tf.int32))
+        numbers = tf.constant(first, tf.int32), tf.constant(count, tf.int32)
+        # What is compiled is called itself: to look for it by the types of a chunk takes longer.
+        return (self._traced or self._train)(chunk, *numbers)
 
     def evaluate(self, chunk: Batch, count: int) -> None:
         """Adds the first `count` batches of a chunk to `eval_sums`."""
@@ -97,18 +99,30 @@ class Stepper:
         return [owner for _, owner in sorted(whole.values(), key=lambda pair: pair[0])]
 
     def _train_steps(self, chunk: Batch, first: tf.Tensor, count: tf.Tensor) -> Outcome:
-        before = self._weights()
-
-        # A while_loop and gather: XLA would compile a range or a slice anew for each length.
-        def body(index, bad_step):
+        # While loops and gather: XLA would compile a range or a slice anew for each length.
+        def step(index, bad_step):
             finite = self._train_step({key: tf.gather(t, index) for key, t in chunk.items()})
             is_first_bad = tf.logical_and(~finite, tf.equal(bad_step, _NO_STEP))
             return index + 1, tf.where(is_first_bad, self.task.step, bad_step)
 
-        _, bad_step = tf.while_loop(
-            lambda index, _: index < first + count,
-            body,
-            [first, tf.constant(_NO_STEP, tf.int64)],
+        # All steps but the last, then the last, of which one wants to know what it changes: two
+        # rounds of one loop, for what stands in two loops is traced and compiled twice.
+        ends = first + tf.stack([tf.maximum(count - 1, 0), count])
+
+        def steps_of_round(number, index, bad_step, _):
+            before = self._weights()
+            index, bad_step = tf.while_loop(
+                lambda index, _: index < ends[number],
+                step,
+                [index, bad_step],
+                parallel_iterations=1,
+            )
+            return number + 1, index, bad_step, before
+
+        *_, bad_step, before = tf.while_loop(
+            lambda number, *_: number < 2,
+            steps_of_round,
+            [0, first, tf.constant(_NO_STEP, tf.int64), self._weights()],
             parallel_iterations=1,
         )
         after = self._weights()

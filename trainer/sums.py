@@ -23,7 +23,9 @@ class MetricSums:
             aggregation=tf.VariableAggregation.SUM,
             name=name,
         )
-        self._reset = tf.function(self._assign_zeros, autograph=False)
+        strategy = tf.distribute.get_strategy()
+        self._parts = strategy.experimental_local_results(self.variable)
+        self._zeros = tf.zeros([_CAPACITY, 2], tf.float64)
         self._slots: dict[str, int] = {}
         self._pending: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
 
@@ -76,7 +78,5 @@ class MetricSums:
 
     def reset(self) -> None:
         """Forgets all values."""
-        self._reset()
-
-    def _assign_zeros(self) -> None:
-        self.variable.assign(tf.zeros([_CAPACITY, 2], tf.float64))
+        for part in self._parts:  # at a fifth of the price of the whole
+            part.assign(self._zeros, read_value=False)
