@@ -50,9 +50,18 @@ def subjects(config: DataConfig, pipeline: Pipeline) -> dict[str, Subject]:
         keras_items = _keras_arrays(*arrays, pipeline.batch_size)
         if keras_items:
             found["baseline:keras_arrays"] = keras_items
+    # A buffer that holds a whole epoch is filled at once and then emptied without reading.
+    period = pipeline.num_examples if pipeline.num_examples <= _NAIVE_BUFFER else 1
+    periods = {"baseline:naive": period}
     # An iterator that is tuned by TensorFlow can stall when released, so it is opened once.
     return {
-        name: Subject(name, lambda items=items: items, pipeline.batch_size, reopened=False)
+        name: Subject(
+            name,
+            lambda items=items: items,
+            pipeline.batch_size,
+            reopened=False,
+            period=periods.get(name, 1),
+        )
         for name, items in found.items()
     }
 

@@ -32,6 +32,8 @@ class Subject:
       elements_in_flight: elements that may have been prepared before they are asked for.
       feed: called with each element, and with None to wait until all elements have arrived.
       reopened: whether each turn starts it anew; otherwise `open_fn` goes on where it was.
+      period: examples after which its work repeats, as the filling of a buffer does; a turn counts
+        whole ones.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Subject:
     elements_in_flight: int = 4
     feed: Callable[[Any], None] | None = None
     reopened: bool = True
+    period: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +157,10 @@ def _warm_up(items: Items, feed, subject: Subject, length: Length, taken: int) -
 
 def _run(items: Items, feed, subject: Subject, length: Length) -> int:
     if length.num_batches is not None:
-        return _take(items, feed, length.num_batches * subject.batch_size, 1, 0.0)
-    return _take(items, feed, 0, _MIN_ELEMENTS, _TURN_SECS)
+        examples = _take(items, feed, length.num_batches * subject.batch_size, 1, 0.0)
+    else:
+        examples = _take(items, feed, 0, _MIN_ELEMENTS, _TURN_SECS)
+    return examples + _take(items, feed, -examples % subject.period, 0, 0.0)
 
 
 def _take(items: Items, feed, min_examples: int, min_elements: int, min_secs: float) -> int:
