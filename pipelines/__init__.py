@@ -10,6 +10,7 @@ from typing import Any
 _EXPORTS = {
     "Data": "pipeline",
     "DataConfig": "config",
+    "FlagDefiner": "definer",
     "INDEX": "pipeline",
     "Pipeline": "pipeline",
     "Spec": "features",

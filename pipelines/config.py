@@ -4,6 +4,7 @@ import dataclasses
 
 from absl import flags
 
+from pipelines.definer import FlagDefiner
 from pipelines.errors import UserError
 
 READERS = ("auto", "memory", "indexed", "stream")
@@ -42,117 +43,99 @@ class DataConfig:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the data and pipeline flags on `values`."""
-    d = DataConfig()
+    definer = FlagDefiner(values, DataConfig())
+    _define_data(definer)
+    _define_pipeline(definer)
+    flags.DEFINE_string(
+        "data_service", None, "Address of a tf.data service dispatcher.", flag_values=values
+    )
 
-    def string(name, default, text):
-        flags.DEFINE_string(name, default, text, flag_values=values)
 
-    def boolean(name, default, text):
-        flags.DEFINE_boolean(name, default, text, flag_values=values)
-
-    def integer(name, default, text, lower=1):
-        flags.DEFINE_integer(name, default, text, lower_bound=lower, flag_values=values)
-
-    string(
+def _define_data(f: FlagDefiner) -> None:
+    f.string(
         "dataset",
-        d.dataset,
         "TFDS name[/config][:version], package.module:BuilderClass, or the folder of a prepared "
         "dataset.",
     )
-    string(
+    f.string(
         "data_dir",
-        None,
         "Folder of prepared TFDS datasets (default: TFDS_DATA_DIR, else ~/tensorflow_datasets).",
     )
-    boolean("download", d.download, "Download and prepare the dataset if --data_dir lacks it.")
-    string("train_split", d.train_split, "TFDS split to train on, slices allowed.")
-    string(
+    f.boolean("download", "Download and prepare the dataset if --data_dir lacks it.")
+    f.string("train_split", "TFDS split to train on, slices allowed.")
+    f.string(
         "eval_split",
-        None,
         "TFDS split to evaluate on, slices allowed such as train[90%:]. Empty: validation, else "
         "test, else the last 10% of --train_split, which is then taken out of training.",
     )
-    string("input_key", None, "Feature fed to the model (default: supervised keys, else inferred).")
-    string("label_key", None, "Feature to predict (default: supervised keys, else inferred).")
-    integer(
+    f.string("input_key", "Feature fed to the model (default: supervised keys, else inferred).")
+    f.string("label_key", "Feature to predict (default: supervised keys, else inferred).")
+    f.integer(
         "num_classes",
-        None,
         "Classes of a label that is a plain integer (default: counted in the training split).",
     )
-    integer(
+    f.boolean(
+        "use_synthetic_data",
+        "Feed random examples of the dataset's shapes without reading: the pipeline's ceiling.",
+    )
+    f.integer("seed", "Seed of weights, data order and augmentation.", lower=0)
+
+
+def _define_pipeline(f: FlagDefiner) -> None:
+    f.integer(
         "batch_size",
-        d.batch_size,
         "Examples of one optimizer update over all replicas; must divide by replicas x "
         "--grad_accum_steps.",
     )
-    integer(
+    f.integer(
         "eval_batch_size",
-        None,
         "Examples of one evaluation step over all replicas; any number, batches are padded and "
         "masked (default: --batch_size).",
     )
-    boolean("shuffle", d.shuffle, "Visit the training split in a new order each epoch.")
-    integer(
+    f.boolean("shuffle", "Visit the training split in a new order each epoch.")
+    f.integer(
         "shuffle_window",
-        None,
         "Examples the stream reader shuffles together (default: what fits in 128 MB, at least 8 "
         "batches); its memory is a few times that.",
     )
-    flags.DEFINE_enum(
+    f.choice(
         "reader",
-        d.reader,
         READERS,
         "memory holds the split in RAM; indexed reads single records from disk, in any order; "
         "stream reads runs of neighbours and shuffles within a window; auto chooses and logs why.",
-        flag_values=values,
     )
-    boolean(
+    f.boolean(
         "drop_remainder",
-        d.drop_remainder,
         "Leave out the examples of an epoch that do not fill a batch; false: train on a short "
         "last batch, weighted by its true size.",
     )
-    flags.DEFINE_list(
+    f.items(
         "augment",
-        "",
         "Augmentations of training examples, in order: flip, crop, color, cutout, randaug, rrc "
         "(random-resized crop; the default for images that vary in size, unless center is given), "
         "mixup, cutmix, or module:function called with (example, seed).",
-        flag_values=values,
     )
-    integer(
+    f.integer(
         "image_size",
-        None,
         "Side in pixels of the square images a model sees (default: as stored; 224 for images that "
         "vary in size).",
     )
-    integer(
+    f.integer(
         "num_parallel_calls",
-        None,
         "Parallel calls of the pipeline's map stages (default, and 0: one per core).",
         lower=0,
     )
-    integer(
+    f.integer(
         "prefetch_batches",
-        None,
         "Batches prepared ahead (default, and 0: two chunks of batches).",
         lower=0,
     )
-    flags.DEFINE_enum(
+    f.choice(
         "on_bad_record",
-        d.on_bad_record,
         ("fail", "skip"),
         "What to do with a record that cannot be read or decoded: stop, naming it, or give it "
         "weight 0, log and count it.",
-        flag_values=values,
     )
-    boolean(
-        "use_synthetic_data",
-        d.use_synthetic_data,
-        "Feed random examples of the dataset's shapes without reading: the pipeline's ceiling.",
-    )
-    string("data_service", None, "Address of a tf.data service dispatcher.")
-    integer("seed", d.seed, "Seed of weights, data order and augmentation.", lower=0)
 
 
 def config_from_flags(values: flags.FlagValues) -> DataConfig:

@@ -6,7 +6,7 @@ import re
 
 from absl import flags
 
-from pipelines import UserError, cli
+from pipelines import FlagDefiner, UserError, cli
 
 MODES = ("train", "eval", "train_and_eval", "export")
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored")
@@ -122,11 +122,12 @@ class TrainConfig:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `TrainConfig` on `values`; --seed belongs to the pipeline's flags."""
-    _define_job(values)
-    _define_devices(values)
-    _define_model(values)
-    _define_optimisation(values)
-    _define_bookkeeping(values)
+    definer = FlagDefiner(values, TrainConfig())
+    _define_job(definer)
+    _define_devices(definer)
+    _define_model(definer)
+    _define_optimisation(definer)
+    _define_bookkeeping(definer)
 
 
 def parse_target(text: str) -> tuple[str, str, float]:
@@ -142,39 +143,7 @@ def parse_target(text: str) -> tuple[str, str, float]:
         raise UserError(f"--target_metric={text}: must be name>=value or name<=value") from None
 
 
-class _Define:
-    """DEFINE_* with the default taken from `TrainConfig` and bounds where asked for."""
-
-    def __init__(self, values: flags.FlagValues):
-        self._values, self._defaults = values, TrainConfig()
-
-    def _kind(self, define, name, text, **kwargs):
-        default = getattr(self._defaults, name)
-        if isinstance(default, tuple):
-            default = ",".join(map(str, default))
-        define(name=name, default=default, help=text, flag_values=self._values, **kwargs)
-
-    def string(self, name, text):
-        self._kind(flags.DEFINE_string, name, text)
-
-    def boolean(self, name, text):
-        self._kind(flags.DEFINE_boolean, name, text)
-
-    def integer(self, name, text, lower=1):
-        self._kind(flags.DEFINE_integer, name, text, lower_bound=lower)
-
-    def number(self, name, text, lower=0.0, upper=None):
-        self._kind(flags.DEFINE_float, name, text, lower_bound=lower, upper_bound=upper)
-
-    def choice(self, name, choices, text):
-        self._kind(flags.DEFINE_enum, name, text, enum_values=choices)
-
-    def items(self, name, text):
-        self._kind(flags.DEFINE_list, name, text)
-
-
-def _define_job(values):
-    f = _Define(values)
+def _define_job(f: FlagDefiner) -> None:
     f.choice("mode", MODES, "What to do; eval and export read the newest checkpoint.")
     f.string("model_dir", "Folder of the run (empty: a new one under runs/).")
     f.choice(
@@ -188,8 +157,7 @@ def _define_job(values):
     f.boolean("summary", "Print the model's layers.")
 
 
-def _define_devices(values):
-    f = _Define(values)
+def _define_devices(f: FlagDefiner) -> None:
     f.choice("strategy", STRATEGIES, "How to distribute training.")
     f.integer("num_devices", "Devices to use (0: all visible).", lower=0)
     f.integer(
@@ -212,8 +180,7 @@ def _define_devices(values):
     )
 
 
-def _define_model(values):
-    f = _Define(values)
+def _define_model(f: FlagDefiner) -> None:
     f.string("task", "auto, classification, regression, gan, or module:Class.")
     f.string(
         "model",
@@ -238,8 +205,7 @@ def _define_model(values):
     f.number("gan_penalty_weight", "Weight of --gan_penalty (default: 1 for r1, 10 for gp).")
 
 
-def _define_optimisation(values):
-    f = _Define(values)
+def _define_optimisation(f: FlagDefiner) -> None:
     f.integer("train_epochs", "Epochs to train in total (default 5).")
     f.integer("train_steps", "Optimizer updates to train in total, instead of --train_epochs.")
     f.integer("steps_per_loop", "Most steps in one compiled call (default: about half a second).")
@@ -267,8 +233,7 @@ def _define_optimisation(values):
     )
 
 
-def _define_bookkeeping(values):
-    f = _Define(values)
+def _define_bookkeeping(f: FlagDefiner) -> None:
     f.integer("log_steps", "Steps between train rows.")
     f.integer("eval_epochs", "Epochs between evaluations (default 1).")
     f.integer("eval_steps", "Steps between evaluations, instead of --eval_epochs.")

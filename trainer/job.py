@@ -1,22 +1,18 @@
 """One run from its settings to its result: puts the rooms together."""
 
-import contextlib
 import dataclasses
-import datetime
 import json
 import logging
-import os
 import pathlib
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from pipelines import Data, DataConfig, UserError, load_data, load_symbol, machine, symbol_name
-from trainer import checkpoint, evaluation, loop, storage, strategy, tasks
+from trainer import checkpoint, evaluation, loop, model_dir, storage, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig
@@ -27,8 +23,6 @@ from trainer.step import Stepper
 _log = logging.getLogger(__name__)
 
 _PROCESS_START = time.time()
-_LOCK = ".lock"
-_PATTERN = "*?[\\"
 
 # What a resumed run must share with its checkpoint; the rest is honoured as newly given.
 _IDENTITY_OF_MODEL = (
@@ -394,76 +388,13 @@ def run(
       UserError: for what the user can mend.
       Stopped: after a signal.
     """
-    model_dir = _open_model_dir(config)
-    with _locked(model_dir):
-        job = Job(config, data_config, model_dir, flags_text, stop or StopRequest())
+    folder = model_dir.open_folder(config)
+    with model_dir.locked(folder):
+        job = Job(config, data_config, folder, flags_text, stop or StopRequest())
         try:
             return job.run()
         except UserError:
-            _remove_if_unused(model_dir)
+            model_dir.remove_if_unused(folder)
             raise
         finally:
             job.report.close()
-
-
-def _remove_if_unused(model_dir: pathlib.Path) -> None:
-    """Takes back the folder of a run that failed before it wrote anything."""
-    if os.listdir(model_dir) == [_LOCK]:
-        (model_dir / _LOCK).unlink()
-        model_dir.rmdir()
-
-
-def _open_model_dir(config: TrainConfig) -> pathlib.Path:
-    if config.model_dir:
-        path = pathlib.Path(config.model_dir)
-        if not config.training and not path.is_dir():
-            raise UserError(f"--model_dir={path}: no such folder")
-    elif config.training:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        path = pathlib.Path("runs") / f"{now}-{os.getpid()}"
-    else:
-        raise UserError(f"--mode={config.mode} needs --model_dir, the folder of a trained run")
-    if set(str(path)) & set(_PATTERN):
-        raise UserError(
-            f"--model_dir={path}: TensorFlow takes {' '.join(_PATTERN)} in it for a pattern, and "
-            "would not find its checkpoints again: choose another name"
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--model_dir={path}: cannot write there: {error.strerror}") from error
-    for name in ("checkpoints", "best", "tensorboard", "export"):
-        if (path / name).exists() and not (path / name).is_dir():
-            raise UserError(f"--model_dir={path}: {name} in it must be a folder")
-    for name in ("metrics.jsonl", "flags.txt", "result.json"):
-        if (path / name).is_dir():
-            raise UserError(f"--model_dir={path}: {name} in it must be a file")
-    return path
-
-
-@contextlib.contextmanager
-def _locked(model_dir: pathlib.Path) -> Iterator[None]:
-    """Keeps other runs out of the folder; the lock dies with its owner."""
-    try:
-        import fcntl
-    except ImportError:
-        _log.warning("%s: no file locks on this system: start no second run there", model_dir)
-        yield
-        return
-    with open(model_dir / _LOCK, "a+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.seek(0)
-            raise UserError(
-                f"--model_dir={model_dir}: in use by another run (process {handle.read() or '?'})"
-            ) from None
-        except OSError:
-            _log.warning("%s: its file system has no locks: start no second run there", model_dir)
-        with contextlib.suppress(OSError):  # a full disk: the number is for people only
-            os.ftruncate(handle.fileno(), 0)
-            os.write(handle.fileno(), str(os.getpid()).encode())
-        yield

@@ -1,0 +1,45 @@
+"""Defines flags from the dataclass that they become: its fields' names, its values as defaults."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+flags.disclaim_key_flags()  # --help lists a flag under the module that asks for it
+
+
+class FlagDefiner:
+    """`DEFINE_*` with what all flags of one dataclass share.
+
+    Every method takes the name of a field and the help text of its flag. A flag is refused a value
+    outside its bounds when it is parsed.
+    """
+
+    def __init__(self, values: flags.FlagValues, defaults: Any):
+        """Takes what to define on, and an instance of the dataclass with all its defaults."""
+        self._values, self._defaults = values, defaults
+
+    def _define(self, kind, name: str, text: str, **bounds) -> None:
+        default = getattr(self._defaults, name)
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        kind(name=name, default=default, help=text, flag_values=self._values, **bounds)
+
+    def string(self, name: str, text: str) -> None:
+        self._define(flags.DEFINE_string, name, text)
+
+    def boolean(self, name: str, text: str) -> None:
+        self._define(flags.DEFINE_boolean, name, text)
+
+    def integer(self, name: str, text: str, lower: int = 1) -> None:
+        self._define(flags.DEFINE_integer, name, text, lower_bound=lower)
+
+    def number(self, name: str, text: str, lower: float = 0.0, upper: float | None = None) -> None:
+        self._define(flags.DEFINE_float, name, text, lower_bound=lower, upper_bound=upper)
+
+    def choice(self, name: str, choices: Sequence[str], text: str) -> None:
+        self._define(flags.DEFINE_enum, name, text, enum_values=choices)
+
+    def items(self, name: str, text: str) -> None:
+        """Defines a list of comma-separated strings; the field is a tuple."""
+        self._define(flags.DEFINE_list, name, text)
