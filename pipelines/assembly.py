@@ -85,6 +85,15 @@ class Pipeline:
         return self.order.batch_size
 
     @property
+    def map_calls(self) -> int:
+        """Calls of the map that run in parallel.
+
+        Where images are decoded they take unequal time, and as order is kept a slow one holds up
+        those after it: twice as many as cores keep all cores busy.
+        """
+        return self.num_parallel_calls or resources.num_cores() * (2 if self.reader.decode else 1)
+
+    @property
     def skipped_records(self) -> int:
         """Records of the split met so far that could not be used and were left out."""
         return len(self.reader.bad or ())
@@ -189,8 +198,8 @@ class Pipeline:
                     slots = part(slots)
                 return slots
 
-            calls = self.num_parallel_calls or resources.num_cores()
-            return (read if reader.read_calls else order)().map(apply, num_parallel_calls=calls)
+            start = read if reader.read_calls else order
+            return start().map(apply, num_parallel_calls=self.map_calls)
 
         stages = {"order": lambda: chunked(order())}
         parts = {"batch": lambda slots: self._stack(chunking, slots)}

@@ -60,7 +60,7 @@ The summary, about the first variant:
 | tried | list | the same of flags that did not help |
 | graph_us_per_example | dict or null | thread time per node of the graph as TensorFlow rewrote it; null if it cannot tell |
 | skipped_records | int | records met that could not be used |
-| checks | dict or null | `visited`: how two epochs were visited, through the `pipeline` or by the `order` alone; `once`: `examples` of an epoch, `left_out`, `skipped_records`, `ok`: each once; `shuffle`: `file_order_corr`, `file_order_z`, `epochs_corr`, `epochs_z`, `kept_neighbours`, `parity_z`; `resume`: `step`, `exact`, `secs`, `secs_from_start`, `state_bytes` |
+| checks | dict or null | `visited`: how two epochs were visited, through the `pipeline` or by the `order` alone; `epoch_secs`: seconds of each, the first with the opening and all of a chunk that holds several, null by the order; `once`: `examples` of an epoch, `left_out`, `skipped_records`, `ok`: each once; `shuffle`: `file_order_corr`, `file_order_z`, `epochs_corr`, `epochs_z`, `kept_neighbours`, `parity_z`; `resume`: `step`, `exact`, `secs`, `secs_from_start`, `state_bytes` |
 """  # noqa: E501
 
 import csv
@@ -243,12 +243,16 @@ def _told(told: dict[str, Any]) -> str:
     )
 
 
-def _checks(visited: str, once: dict, shuffle: dict, resume: dict) -> Iterator[str]:
+def _checks(
+    visited: str, epoch_secs: list[float] | None, once: dict, shuffle: dict, resume: dict
+) -> Iterator[str]:
     how = "read through the pipeline" if visited == "pipeline" else "by the order alone"
     yield (
         f"every example once: {'yes' if once['ok'] else 'NO'} ({once['examples']:,} an epoch, "
         f"{once['left_out']:,} left out, two epochs {how})"
     )
+    if epoch_secs:
+        yield "seconds of the first epoch and the next: {:.2f}, {:.2f}".format(*epoch_secs)
     yield (
         f"shuffle: correlation with file order {shuffle['file_order_corr']:+.4f} "
         f"(|z| {shuffle['file_order_z']:.1f}), between epochs {shuffle['epochs_corr']:+.4f} "

@@ -122,7 +122,8 @@ def _define_pipeline(f: FlagDefiner) -> None:
     )
     f.integer(
         "num_parallel_calls",
-        "Parallel calls of the pipeline's map stages (default, and 0: one per core).",
+        "Parallel calls of the pipeline's map stages (default, and 0: one per core, two per core "
+        "where images are decoded).",
         lower=0,
     )
     f.integer(

@@ -12,7 +12,6 @@ from pipelines.config import DataConfig
 from pipelines.measure import Items, Subject
 from pipelines.order import Order
 from pipelines.pipeline import Pipeline, load_data
-from pipelines.resources import num_cores
 
 WHOLE = "pipeline"
 
@@ -81,7 +80,7 @@ class Variant:
                 step += num_steps
 
         ahead = -(-(pipeline.prefetch_batches or 0) // pipeline.chunking().chunk_steps)
-        calls = pipeline.reader.read_calls + (pipeline.num_parallel_calls or num_cores())
+        calls = pipeline.reader.read_calls + pipeline.map_calls
         in_flight = (ahead or _CHUNKS_AHEAD) + calls + 1
         return Subject(f"{name} {self.words}", open_items, pipeline.batch_size, in_flight, feed)
 
