@@ -143,11 +143,7 @@ def test_random_numbers_depend_on_seed_and_step_alone():
 SGD = words("--optimizer=sgd --learning_rate=0.002")
 
 
-# With a penalty, several replicas on a CPU now and then err in its gradient: see BUILD_NOTES.md.
-PENALTIES = ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("r1", "gp"))]
-
-
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("penalty", ["none", "r1", "gp"])
 def test_replicas_change_nothing(command, penalty):
     flags = [*SMALL, *SGD, "--train_steps=8", "--eval_steps=4", f"--gan_penalty={penalty}"]
     one = command(*flags, "--num_devices=1")

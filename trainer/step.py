@@ -174,7 +174,10 @@ class Stepper:
             self.strategy.run(lambda g: gradients_lib.apply(update, g), (grads,))
 
         if scale is None:
-            apply()
+            # Grappler drops the edge from some reads of a variable to its assignment, so that a
+            # nested tape could see a bias already changed. All that matters leads to `finite`.
+            with tf.control_dependencies([finite]):
+                apply()
             return finite
         # At the lowest scale it is not the scale that makes them overflow.
         may_go_on = tf.logical_or(finite, scale.value > 1.0)
