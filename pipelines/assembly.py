@@ -36,6 +36,8 @@ class Reader(Protocol):
       bad: the records that turned out unusable; None where nothing is read.
       read_calls: how many reads run ahead of decoding; 0: reading is so quick that it happens with
         decoding.
+      calls_per_core: calls of the map that run in parallel by default. Those that decode take
+        unequal time and hand on in order: with two per core, a slow one leaves no core idle.
       decode: like `decode` below, or None if `read` returns examples.
     """
 
@@ -44,6 +46,7 @@ class Reader(Protocol):
     types: dict[str, tf.TensorSpec]
     bad: BadRecords | None
     read_calls: int
+    calls_per_core: int
 
     def read(self, positions: tf.Tensor) -> Batch:
         """What is needed to decode the examples at int64 [m] positions, as tensors [m, ...]."""
@@ -86,12 +89,8 @@ class Pipeline:
 
     @property
     def map_calls(self) -> int:
-        """Calls of the map that run in parallel.
-
-        Where images are decoded they take unequal time, and as order is kept a slow one holds up
-        those after it: twice as many as cores keep all cores busy.
-        """
-        return self.num_parallel_calls or resources.num_cores() * (2 if self.reader.decode else 1)
+        """Calls of the map that run in parallel."""
+        return self.num_parallel_calls or resources.num_cores() * self.reader.calls_per_core
 
     @property
     def skipped_records(self) -> int:

@@ -41,8 +41,9 @@ def subjects(config: DataConfig, pipeline: Pipeline) -> dict[str, Subject]:
     if not config.use_synthetic_data:
         others = [name for name in config.augment if name not in _IMITATED]
         if others:
-            _log.info("baselines: naive and tfds_guide leave out --augment=%s", ",".join(others))
-        found["baseline:naive"] = _naive(config, pipeline)
+            _log.info("baselines: those through TFDS leave out --augment=%s", ",".join(others))
+        found["baseline:naive"] = _naive(config, pipeline, None)
+        found["baseline:naive_parallel"] = _naive(config, pipeline, tf.data.AUTOTUNE)
         found["baseline:tfds_guide"] = _tfds_guide(config, pipeline)
     arrays = _epoch_arrays(pipeline)
     if arrays:
@@ -52,7 +53,7 @@ def subjects(config: DataConfig, pipeline: Pipeline) -> dict[str, Subject]:
             found["baseline:keras_arrays"] = keras_items
     # A buffer that holds a whole epoch is filled at once and then emptied without reading.
     period = pipeline.num_examples if pipeline.num_examples <= _NAIVE_BUFFER else 1
-    periods = {"baseline:naive": period}
+    periods = {"baseline:naive": period, "baseline:naive_parallel": period}
     # An iterator that is tuned by TensorFlow can stall when released, so it is opened once.
     return {
         name: Subject(
@@ -74,9 +75,12 @@ def _items(dataset: tf.data.Dataset, batch_size: int) -> Items:
 # Through TFDS.
 
 
-def _naive(config: DataConfig, pipeline: Pipeline) -> Items:
-    """Map, a shuffle buffer, batch, prefetch; decoded anew each epoch."""
-    dataset = _tfds(config).map(_prepare_fn(config, pipeline.spec), tf.data.AUTOTUNE)
+def _naive(config: DataConfig, pipeline: Pipeline, num_parallel_calls: int | None) -> Items:
+    """Map, a shuffle buffer, batch, prefetch; decoded anew each epoch.
+
+    A map without `num_parallel_calls` is made parallel by TensorFlow unless it draws randomly.
+    """
+    dataset = _tfds(config).map(_prepare_fn(config, pipeline.spec), num_parallel_calls)
     dataset = dataset.shuffle(_NAIVE_BUFFER).repeat().batch(pipeline.batch_size)
     dataset = Explained(dataset.prefetch(tf.data.AUTOTUNE), "the naive pipeline", None)
     return _items(dataset, pipeline.batch_size)

@@ -109,8 +109,9 @@ def define_flags(values: flags.FlagValues) -> None:
     boolean(
         "baselines",
         False,
-        "Also measure one batch at a time, the pipelines people write instead (a naive one, the "
-        "order of TFDS's performance guide), numpy, and how Keras reads arrays.",
+        "Also measure one batch at a time, the pipelines people write instead (a naive one, its "
+        "map as it is and parallel; the order of TFDS's performance guide), numpy, and how Keras "
+        "reads arrays.",
     )
     boolean("checks", True, "Check order, resuming and completeness.")
     boolean("advice", True, "Look for flags that make it faster, and try them out.")

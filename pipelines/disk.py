@@ -22,7 +22,10 @@ class DiskReader:
       types: types of one example.
       bad: records that turned out unusable.
       read_calls: reads worth doing ahead of decoding, in parallel.
+      calls_per_core: calls of the map worth running in parallel.
     """
+
+    calls_per_core = 2
 
     def __init__(self, name: str, records: Records, decoder: Decoder):
         self.name, self.types, self.bad = name, decoder.types, records.bad

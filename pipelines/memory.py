@@ -31,7 +31,7 @@ class MemoryReader:
       bad: records that turned out unusable.
     """
 
-    name, read_calls, decode = "memory", 0, None
+    name, read_calls, calls_per_core, decode = "memory", 0, 1, None
 
     def __init__(self, arrays: dict[str, np.ndarray], bad: BadRecords):
         """Takes arrays [num_examples, ...] by position; BAD among them if records are skipped."""
@@ -55,7 +55,7 @@ class EncodedReader:
     Attributes: as of `MemoryReader`.
     """
 
-    name, read_calls = "memory", 0
+    name, read_calls, calls_per_core = "memory", 0, 2
 
     def __init__(self, arrays: dict[str, np.ndarray], decoder: Decoder, bad: BadRecords):
         self._held, self._decoder = MemoryReader(arrays, bad), decoder

@@ -47,7 +47,7 @@ class PixelReader:
     Attributes: as of `MemoryReader`.
     """
 
-    name, read_calls = "memory", 0
+    name, read_calls, calls_per_core = "memory", 0, 1
 
     def __init__(self, arrays, levels: Levels, pixels: np.ndarray, decoder: Decoder, bad):
         """Takes arrays of the other features and of `SHAPE`, and the pixels `levels` places."""

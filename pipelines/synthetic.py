@@ -19,7 +19,7 @@ class SyntheticReader:
     Attributes: as of every reader.
     """
 
-    name, read_calls, decode, bad = "synthetic", 0, None, None
+    name, read_calls, calls_per_core, decode, bad = "synthetic", 0, 1, None, None
 
     def __init__(self, types: dict[str, tf.TensorSpec], spec: Spec, num_examples: int):
         """Takes the types of one example's features."""

@@ -88,6 +88,7 @@ def test_rows_are_stages_the_whole_others_and_a_summary(rows, data_flags):
     assert names[len(stages) + 1 :] == [
         "one_batch",
         "baseline:naive",
+        "baseline:naive_parallel",
         "baseline:tfds_guide",
         "baseline:numpy",
         "baseline:keras_arrays",
