@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from pipelines import Pipeline
 
-_FIRST_CALL_STEPS = 16
-_FURTHER_CALL_STEPS = (64, 256)
+_CALL_STEPS = (16, 64, 256)
+_CALL_STEPS_OF_SLOW = (4,)
+_SLOW_STEP_SECS = 0.05  # beside such a step, calling it costs little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,18 +224,22 @@ def model_fit(
             jit_compile=jit_compile,
         )
 
+    # Whole executions: the clock can start between two of them only, and of one cut short at the
+    # end of an epoch Keras says that it took all its steps.
+    whole_epoch = job.steps_per_epoch // steps_per_execution * steps_per_execution
+    rows = slice(whole_epoch * job.batch_size)
+
     def run(warmup_steps: int, num_steps: int) -> Turn:
-        # Whole executions: the clock can start between two of them only.
         warmup_steps = _ceil_to(steps_per_execution, warmup_steps)
         stopwatch = _Stopwatch(warmup_steps)
         steps = warmup_steps + _ceil_to(steps_per_execution, num_steps)
-        epoch = min(job.steps_per_epoch, steps)
+        epoch = min(whole_epoch, steps)
         model.fit(
-            job.images,
-            job.labels,
+            job.images[rows],
+            job.labels[rows],
             batch_size=job.batch_size,
             epochs=-(-steps // epoch),
-            steps_per_epoch=None if epoch == job.steps_per_epoch else epoch,
+            steps_per_epoch=None if epoch == whole_epoch else epoch,
             callbacks=[stopwatch],
             verbose=0,
         )
@@ -259,10 +264,14 @@ def model_fit_best(job: Job, strategy: tf.distribute.Strategy | None) -> tuple[R
             tried[steps, jit] = run(steps, 4 * steps).steps_per_sec, run
 
     jits = (True, False) if strategy is None else (False,)
+    plain = model_fit(job, strategy, jit_compile=False)
+    plain(0, 1)
+    is_slow = plain(1, 2).steps_per_sec * _SLOW_STEP_SECS < 1.0
+    first, *others = _CALL_STEPS_OF_SLOW if is_slow else _CALL_STEPS
     for jit in jits:
-        try_out(_FIRST_CALL_STEPS, jit)
+        try_out(first, jit)
     (_, jit) = max(tried, key=lambda settings: tried[settings][0])
-    for steps in _FURTHER_CALL_STEPS:
+    for steps in others:
         try_out(steps, jit)
     best = max(tried, key=lambda settings: tried[settings][0])
     return tried[best][1], f"steps_per_execution={best[0]}, jit_compile={best[1]}"

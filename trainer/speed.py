@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import statistics
 import tempfile
 from typing import Any
 
@@ -265,7 +266,7 @@ def _rows(variants, turns, pipeline: Pipeline, context: dict[str, Any]) -> list[
                 **tables.spread("steps_per_sec", rates),
                 **tables.spread("examples_per_sec", [rate * examples for rate in rates]),
                 **tables.ratio(ours, rates),
-                "steps": variant.num_steps,
+                "steps": round(statistics.median(turn.steps for turn in turns[variant.name])),
                 "warmup_steps": variant.warmup_steps,
                 "repeats": len(rates),
                 "settings": variant.settings,
