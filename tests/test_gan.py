@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused(command, flags, told):
 @pytest.mark.slow
 def test_training_improves_the_score_threefold_in_three_minutes(command):
     start = time.monotonic()
-    run = command("--task=gan")
+    run = command.process("--task=gan")
     first, *_, last = run.column("score", "eval")
     assert last < first / 3
     assert time.monotonic() - start < 180
