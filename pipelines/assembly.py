@@ -108,8 +108,16 @@ class Pipeline:
         Raises (when iterated):
           UserError: for a record that cannot be used and is not to be skipped.
         """
-        dataset = self._dataset(first_step, _Chunking(self.steps_per_epoch, 1, 1), num_epochs)
-        dataset = dataset.map(lambda chunk: {key: t[0] for key, t in chunk.items()})
+        chunking = self.chunking(None, num_epochs)
+        dataset = self._dataset(first_step, chunking, num_epochs)
+        if chunking.chunk_steps == 1:
+            dataset = dataset.map(lambda chunk: {key: t[0] for key, t in chunk.items()})
+        else:  # cutting up a chunk costs less than an element of its own for each batch
+            numbers = tf.data.Dataset.range(2**62)
+            counts = numbers.map(lambda number: chunking.steps_of(number, first_step))
+            dataset = tf.data.Dataset.zip(dataset, counts).flat_map(
+                lambda chunk, count: tf.data.Dataset.from_tensor_slices(chunk).take(count)
+            )
         return Explained(dataset, self.name, self.reader.bad)
 
     def chunks(
@@ -326,3 +334,12 @@ class _Chunking:
     def steps_at(self, step: int) -> int:
         """Steps that count in the chunk that begins at `step`."""
         return min(self.chunk_steps, self.round_steps - step % self.round_steps)
+
+    def steps_of(self, number: tf.Tensor, first_step: int) -> tf.Tensor:
+        """The same of the chunk of this number (int64) from `first_step` on; graph code."""
+        first = first_step % self.round_steps
+        in_first_round = -(-(self.round_steps - first) // self.chunk_steps)
+        in_a_round = -(-self.round_steps // self.chunk_steps)
+        later = (number - in_first_round) % in_a_round * self.chunk_steps
+        step = tf.where(number < in_first_round, first + number * self.chunk_steps, later)
+        return tf.minimum(self.round_steps - step, self.chunk_steps)
