@@ -55,11 +55,17 @@ class CheckpointStore:
         except WRITE_ERRORS:
             self._discard(step)  # a full disk needs the space
             raise
-        steps = self.steps()
-        for old in steps[: -self.max_to_keep]:
+        for old in self.steps()[: -self.max_to_keep]:
             self._delete(old)
-        kept = [f"ckpt-{s}" for s in steps[-self.max_to_keep :]]
-        # What tf.train.latest_checkpoint reads.
+        self.list_up_to(step)
+
+    def list_up_to(self, newest: int) -> None:
+        """Writes the list that `tf.train.latest_checkpoint` reads, without later ones.
+
+        Raises:
+          OSError: if it cannot be written.
+        """
+        kept = [f"ckpt-{step}" for step in self.steps() if step <= newest]
         lines = [f'model_checkpoint_path: "{kept[-1]}"']
         lines += [f'all_model_checkpoint_paths: "{name}"' for name in kept]
         write_atomically(self.folder / "checkpoint", "\n".join(lines) + "\n")

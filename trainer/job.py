@@ -1,5 +1,6 @@
 """One run from its settings to its result: puts the rooms together."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -245,6 +246,8 @@ class Job:
         if self.config.training:
             tasks.set_learning_rates(self.task)
             self.report.rewind(step)
+            with contextlib.suppress(*storage.WRITE_ERRORS):  # the next checkpoint will say it
+                self.checkpoints.list_up_to(step)  # a kill may have come before that
             _log.info("resumed at step %d", step)
 
     # Doing.

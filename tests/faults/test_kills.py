@@ -105,6 +105,17 @@ def test_kills_at_random_moments(forks, tmp_path, seed):
     assert_same_end(forks.process(*FLAGS, model_dir=folder, data_dir=data_dir), reference)
 
 
+def test_the_next_run_lists_the_last_checkpoint(forks):
+    flags = [*FLAGS, "--train_steps=8", "--export=false"]
+    kill = before("os.rename", r"/checkpoints/\.checkpoint\.tmp", 2)
+    killed, process = forks.start(*flags, **kill)
+    finish(killed, process, code=-signal.SIGKILL)
+    assert killed.variables()["step"] == 4
+    resumed = forks.process(*flags, model_dir=killed.dir)
+    assert "resumed at step 8" in resumed.err
+    assert resumed.variables()["step"] == 8
+
+
 STARTING = {
     "opening the folder": Fault("open", r"/\.lock", signum=signal.SIGTERM),
     "writing the flags": Fault("os.rename", r"\.flags\.txt\.tmp", signum=signal.SIGTERM),
