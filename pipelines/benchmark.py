@@ -184,6 +184,8 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
         if name in swept:
             raise UserError(f"--sweep={text}: {name!r} is named twice")
         swept[name] = next(csv.reader([listed]), [""])
+        if len(set(swept[name])) < len(swept[name]):
+            raise UserError(f"--sweep={text}: {name!r} takes a value twice")
     return swept
 
 

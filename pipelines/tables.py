@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import os
 import statistics
@@ -33,7 +34,9 @@ def define_flags(values: flags.FlagValues) -> None:
 
 @contextlib.contextmanager
 def opened(path: str | None) -> Iterator[TextIO]:
-    """The file to write to, tried before anything is measured; stdout for None.
+    """What to write to, checked before anything is measured; stdout for None.
+
+    A file is written at the end alone: what is interrupted leaves an older one as it was.
 
     Raises:
       UserError: if it cannot be written.
@@ -41,12 +44,14 @@ def opened(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
+    check_writable("output", path)
+    text = io.StringIO()
+    yield text
     try:
-        handle = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            file.write(text.getvalue())
     except OSError as error:
         raise UserError(f"--output={path}: cannot write there: {error.strerror}") from error
-    with handle:
-        yield handle
 
 
 def check_writable(flag: str, path: str) -> None:
@@ -56,7 +61,11 @@ def check_writable(flag: str, path: str) -> None:
       UserError: naming the flag.
     """
     folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    if os.path.exists(path):
+        possible = not os.path.isdir(path) and os.access(path, os.W_OK)
+    else:
+        possible = os.path.isdir(folder) and os.access(folder, os.W_OK)
+    if not possible:
         raise UserError(f"--{flag}={path}: cannot write there")
 
 

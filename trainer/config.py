@@ -6,7 +6,7 @@ import re
 
 from absl import flags
 
-from pipelines import FlagDefiner, UserError, cli
+from pipelines import FlagDefiner, UserError, cli, is_symbol
 
 MODES = ("train", "eval", "train_and_eval", "export")
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored")
@@ -113,6 +113,11 @@ class TrainConfig:
     def training(self) -> bool:
         """Whether the mode trains."""
         return self.mode in ("train", "train_and_eval")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the task applies what --augment mixes."""
+        return self.task in ("auto", "classification")
 
     @property
     def evaluating(self) -> bool:
@@ -241,7 +246,9 @@ def _define_bookkeeping(f: FlagDefiner) -> None:
         "checkpoint_steps",
         "Steps between checkpoints (default: each epoch, at most one a second).",
     )
-    f.number("checkpoint_secs", "Seconds between checkpoints, beside --checkpoint_steps.")
+    f.number(
+        "checkpoint_secs", "Seconds between checkpoints, beside --checkpoint_steps (default: none)."
+    )
     f.integer("max_to_keep", "Checkpoints to keep; the best is kept apart.")
     f.string("best_metric", "Evaluation metric that chooses the best checkpoint.")
     f.integer(
@@ -252,8 +259,14 @@ def _define_bookkeeping(f: FlagDefiner) -> None:
     f.integer("max_rollbacks", "Rollbacks of --on_nan=rollback before the run fails.")
     f.boolean("export", "Write export/ at the end of training.")
     f.boolean("tensorboard", "Write TensorBoard event files.")
-    f.items("profile_steps", "first,last: steps to profile into TensorBoard.")
-    f.choice("progress", ("auto", "true", "false"), "Progress bar; auto: on a terminal.")
+    f.items(
+        "profile_steps", "first,last: steps to profile into tensorboard/, from 1, both included."
+    )
+    f.choice(
+        "progress",
+        ("auto", "true", "false"),
+        "Whether to draw a progress bar; auto: on a terminal.",
+    )
 
 
 _ITEM_TYPES = {
@@ -289,9 +302,15 @@ def config_from_flags(values: flags.FlagValues) -> TrainConfig:
 
 def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
     """A flag that this run would ignore is an error, not a surprise."""
+    has_labels = config.task != "gan"
+    makes_model = has_labels or config.model == "auto" or is_symbol(config.model)
     needs = {
-        "hidden_units": (config.model in ("auto", "mlp", "cnn"), "--model=mlp or cnn"),
-        **dict.fromkeys(_SUPERVISED, (config.task != "gan", "a task that learns labels")),
+        "model": (makes_model, "a task that learns labels, unless it is module:function"),
+        "hidden_units": (
+            has_labels and config.model in ("auto", "mlp", "cnn"),
+            "--model=mlp or cnn",
+        ),
+        **dict.fromkeys(_SUPERVISED, (has_labels, "a task that learns labels")),
         "lr_boundaries": (config.lr_schedule == "piecewise", "--lr_schedule=piecewise"),
         "lr_decay_steps": (config.lr_schedule == "exponential", "--lr_schedule=exponential"),
         "lr_decay_rate": (
@@ -306,8 +325,13 @@ def _refuse_unused(values: flags.FlagValues, config: TrainConfig) -> None:
         "eval_steps": (config.mode != "train", "an evaluation, not --mode=train"),
         "latent_dim": (config.task not in _SUPERVISED_TASKS, "--task=gan"),
         "gan_penalty": (config.task not in _SUPERVISED_TASKS, "--task=gan"),
-        "gan_penalty_weight": (config.gan_penalty != "none", "--gan_penalty=r1 or gp"),
+        "gan_penalty_weight": (
+            config.task not in _SUPERVISED_TASKS and config.gan_penalty != "none",
+            "--task=gan and --gan_penalty=r1 or gp",
+        ),
     }
     for name, (used, what) in needs.items():
         if cli.changed(values, name) and not used:
-            raise UserError(f"--{name}={values[name].value}: only has a meaning with {what}")
+            given = values[name].value
+            given = ",".join(given) if isinstance(given, list) else given
+            raise UserError(f"--{name}={given}: only has a meaning with {what}")

@@ -5,8 +5,8 @@ import dataclasses
 import json
 import logging
 import pathlib
-import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,8 +18,8 @@ from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig
 from trainer.report import Report, finite
-from trainer.signals import StopRequest
-from trainer.step import Stepper
+from trainer.signals import Stopped, StopRequest
+from trainer.step import Stepper, reason
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ class Job:
         tasks.check_names(self.config)
         strategy.set_up_process(self.config)
         self.strategy = strategy.make_strategy(self.config)
-        self._check_batch_size()
+        if self.config.training:
+            size = self.data_config.batch_size
+            strategy.check_batch_size(self.strategy, size, self.config.grad_accum_steps)
         self.data = self._load_data(manifest)
         self.stop.raise_if_received()
         with self.strategy.scope():
@@ -126,15 +128,6 @@ class Job:
     def _identity(self) -> dict[str, Any]:
         return {**self._identity_of_flags(), "dataset": f"{self.data.name}:{self.data.version}"}
 
-    def _check_batch_size(self) -> None:
-        replicas, parts = self.strategy.num_replicas_in_sync, self.config.grad_accum_steps
-        size = self.data_config.batch_size
-        if self.config.training and size % (replicas * parts):
-            raise UserError(
-                f"--batch_size={size} cannot be split evenly over {replicas} replicas"
-                + (f" x {parts} accumulation steps" if parts > 1 else "")
-            )
-
     def _load_data(self, manifest: dict[str, Any] | None) -> Data:
         config = self.data_config
         if manifest and config.num_classes is None and not self.config.training:
@@ -147,7 +140,7 @@ class Job:
             training=self.config.training,
             evaluating=self.config.evaluating,
             numeric_labels=self.config.task == "regression",
-            mixing=self.config.task in ("auto", "classification"),
+            mixing=self.config.mixes,
         )
 
     def _build(self) -> None:
@@ -155,6 +148,9 @@ class Job:
         steps_per_epoch = data.train.steps_per_epoch if data.train else 1
         epochs = 5 if config.train_epochs is None else config.train_epochs
         total_steps = config.train_steps or epochs * steps_per_epoch
+        if config.profile_steps and config.profile_steps[0] > total_steps:
+            first, last = config.profile_steps
+            raise UserError(f"--profile_steps={first},{last}: there are {total_steps} steps")
         # Just before the weights are drawn: reading data may use Python's generator too.
         keras.utils.set_random_seed(config.seed % 2**32)
         context = tasks.TaskContext(
@@ -175,7 +171,7 @@ class Job:
         self.evaluator = data.evaluation and evaluation.Evaluator(
             self.task, self.stepper, data.evaluation, self.clock, self.stop
         )
-        callback = config.callback and load_symbol("callback", config.callback)
+        callback = config.callback and _told(load_symbol("callback", config.callback))
         self.loop = loop.Loop(
             config,
             self.task,
@@ -216,25 +212,15 @@ class Job:
         except Exception as error:  # a damaged archive: whatever unpacking it raises
             raise UserError(
                 f"--init_from={self.config.init_from}: cannot be read: "
-                f"{type(error).__name__}: {_reason(error)}"
+                f"{type(error).__name__}: {reason(error)}"
             ) from error
 
     def _compile(self) -> None:
-        try:
-            if self.data.train:
-                self.stepper.compile(self.data.train.element_spec())
-            if self.data.evaluation:
-                self.stepper.compile(self.data.evaluation.element_spec(1), evaluating=True)
-                self.loop.check_metrics()
-        except UserError:
-            raise
-        except Exception as error:
-            if not self.task.has_user_code:
-                raise
-            raise UserError(
-                f"tracing the step failed in --task, --model, --loss, --regularizer or --metrics: "
-                f"{_reason(error)}"
-            ) from error
+        if self.data.train:
+            self.stepper.compile(self.data.train.element_spec())
+        if self.data.evaluation:
+            self.stepper.compile(self.data.evaluation.element_spec(1), evaluating=True)
+            self.loop.check_metrics()
 
     def _restore(self, manifest: dict[str, Any]) -> None:
         step = manifest["step"]
@@ -287,6 +273,13 @@ class Job:
         self.report.replace_eval(row)
 
     def _export(self) -> None:
+        if type(self.task).export is tasks.Task.export:
+            if self.config.mode == "export":
+                raise UserError(
+                    f"--mode=export: --task={self.config.task} has no export of its own"
+                )
+            _log.info("nothing exported: --task=%s has no export of its own", self.config.task)
+            return
         folder = self.model_dir / "export"
         try:
             with evaluation.averaged_weights(self.task):
@@ -333,11 +326,19 @@ class Job:
         }
 
 
-def _reason(error: Exception) -> str:
-    """What went wrong in traced code: the last line before Keras lists the arguments."""
-    told = str(error).partition("Arguments received by")[0].strip() or type(error).__name__
-    line = re.sub(r"\x1b\[[\d;]*m", "", told.splitlines()[-1])
-    return line.strip().removeprefix("UserError: ")
+def _told(callback: Callable[[str, loop.Loop], None]) -> Callable[[str, loop.Loop], None]:
+    """The same callback, with what fails in it told in one line."""
+
+    def call(event: str, running: loop.Loop) -> None:
+        try:
+            callback(event, running)
+        except (UserError, Stopped):
+            raise
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise UserError(f"--callback: failed at {event!r}: {told}") from error
+
+    return call
 
 
 def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:

@@ -134,7 +134,7 @@ class Loop:
           UserError: when the last checkpoint cannot be written.
         """
         self._callback("begin", self)
-        with self._progress_bar() as bar:
+        with self._progress_bar() as bar, self._profiler():
             self._stop_if_asked()
             if self._evaluation_is_due() and self._unevaluated():
                 self._evaluate_and_judge()  # of the untrained, or the run was stopped in it
@@ -142,7 +142,6 @@ class Loop:
                 bar.update(self.advance())
                 self._callback("step", self)
                 self._stop_if_asked()
-        self._set_profiling(False)
         self._save(last=True)
         self._callback("end", self)
 
@@ -331,6 +330,14 @@ class Loop:
             leave=False,
         ) as bar:
             yield bar
+
+    @contextlib.contextmanager
+    def _profiler(self) -> Iterator[None]:
+        """Ends what `_set_profiling` began, however training ends."""
+        try:
+            yield
+        finally:
+            self._set_profiling(False)
 
     def _set_profiling(self, on: bool) -> None:
         if on and not self._profiling:

@@ -48,7 +48,8 @@ class FrechetScore:
 
     The classifier is trained once, by this package, on the training split, before it is first
     needed, and kept in `folder` for runs that go on. It lives on one device outside of the run's
-    strategy, so that it is the same on any number of replicas.
+    strategy, so that replicas make it differ by no more than its training makes of the rounding of
+    an operation that has fewer threads: the scores of 1 and 2 CPU devices differed by 0.3%.
     """
 
     def __init__(self, data: Data, config: TrainConfig, folder: pathlib.Path):

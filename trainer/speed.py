@@ -27,7 +27,7 @@ from trainer.baselines import RunFn, Turn, timed
 from trainer.benchmark import Settings
 from trainer.clock import Clock
 from trainer.config import TrainConfig
-from trainer.loop import Loop
+from trainer.loop import Loop, NotFinite
 from trainer.report import Report
 from trainer.signals import StopRequest
 from trainer.step import Stepper
@@ -68,14 +68,24 @@ def measure(
     Raises:
       UserError: for settings that cannot be honoured.
     """
+    tasks.check_names(config)
+    if settings.compare:
+        _check_comparable(config.task in ("auto", "classification"))
     strategy.set_up_process(config)
     devices = strategy.make_strategy(config)
-    data = load_data(data_config, evaluating=False, numeric_labels=config.task == "regression")
+    strategy.check_batch_size(devices, data_config.batch_size, config.grad_accum_steps)
+    numeric = config.task == "regression"
+    data = load_data(data_config, evaluating=False, numeric_labels=numeric, mixing=config.mixes)
+    if settings.compare:
+        _check_comparable(data.spec.num_classes is not None)
     with tempfile.TemporaryDirectory() as folder:
-        variants = _variants(_endless(config), data, devices, pathlib.Path(folder))
-        if settings.compare:
-            variants += _baselines(_endless(config), data, devices, pathlib.Path(folder))
-        turns = _take_turns(variants, settings)
+        try:
+            variants = _variants(_endless(config), data, devices, pathlib.Path(folder))
+            if settings.compare:
+                variants += _baselines(_endless(config), data, devices, pathlib.Path(folder))
+            turns = _take_turns(variants, settings)
+        except NotFinite as error:
+            raise UserError(f"{error}; lower --learning_rate or set --grad_clip_norm") from error
     context = {
         "machine": machine.machine(),
         "versions": machine.versions(),
@@ -84,6 +94,11 @@ def measure(
         "replicas": devices.num_replicas_in_sync,
     }
     return _rows(variants, turns, data.train, context)
+
+
+def _check_comparable(is_classification: bool) -> None:
+    if not is_classification:
+        raise UserError("--compare: the loops it compares with are made for classification only")
 
 
 def _endless(config: TrainConfig) -> TrainConfig:
@@ -162,7 +177,9 @@ class _Training:
             done = 0
             while done < count:
                 outcome = self._stepper.train(self._chunk, 0, self._chunk_steps)
-                outcome.bad_step.numpy()  # waits for the device
+                bad_step = int(outcome.bad_step)  # waits for the device
+                if bad_step >= 0:
+                    raise NotFinite(bad_step, "the loss of one chunk, trained on again and again")
                 done += self._chunk_steps
             return done
 
@@ -191,8 +208,6 @@ class _Training:
 
 
 def _baselines(config, data: Data, devices, folder: pathlib.Path) -> list[Variant]:
-    if data.spec.num_classes is None or config.task not in ("auto", "classification"):
-        raise UserError("--compare: the loops it compares with are made for classification only")
     images, labels = baselines.epoch_arrays(data.train, to_model_input)
     the_job = baselines.Job(
         lambda: tasks.make_model(config, data.spec),

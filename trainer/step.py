@@ -1,6 +1,7 @@
 """The compiled loops: many training or evaluation steps over one chunk of batches in one call."""
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -17,6 +18,13 @@ from trainer.tasks.base import Batch, Task
 _log = logging.getLogger(__name__)
 
 _NO_STEP = -1
+
+
+def reason(error: Exception) -> str:
+    """What went wrong in traced code: the last line before Keras lists the arguments."""
+    told = str(error).partition("Arguments received by")[0].strip() or type(error).__name__
+    line = re.sub(r"\x1b\[[\d;]*m", "", told.splitlines()[-1])
+    return line.strip().removeprefix("UserError: ")
 
 
 class Outcome(NamedTuple):
@@ -74,7 +82,24 @@ class Stepper:
         self._eval(chunk, tf.constant(count, tf.int32))
 
     def compile(self, element_spec: dict[str, tf.TensorSpec], evaluating: bool = False) -> None:
-        """Traces and compiles for chunks of these types, by a call of no steps."""
+        """Traces and compiles for chunks of these types, by a call of no steps.
+
+        Raises:
+          UserError: if code that a flag names fails in it.
+        """
+        try:
+            self._compile(element_spec, evaluating)
+        except UserError:
+            raise
+        except Exception as error:
+            if not self.task.has_user_code:
+                raise
+            raise UserError(
+                f"tracing the step failed in --task, --model, --loss, --regularizer or --metrics: "
+                f"{reason(error)}"
+            ) from error
+
+    def _compile(self, element_spec: dict[str, tf.TensorSpec], evaluating: bool) -> None:
         chunk = {key: tf.zeros(spec.shape, spec.dtype) for key, spec in element_spec.items()}
         if evaluating:
             self.evaluate(chunk, 0)

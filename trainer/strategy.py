@@ -151,3 +151,17 @@ def describe_devices(strategy: tf.distribute.Strategy) -> list[str]:
         probe = tf.Variable(0.0)
     replicas = strategy.experimental_local_results(probe)
     return [os.path.basename(r.device).replace("device:", "") for r in replicas]
+
+
+def check_batch_size(devices: tf.distribute.Strategy, batch_size: int, num_parts: int) -> None:
+    """Refuses a batch that replicas, and the parts each accumulates over, cannot share evenly.
+
+    Raises:
+      UserError: naming the numbers.
+    """
+    replicas = devices.num_replicas_in_sync
+    if batch_size % (replicas * num_parts):
+        raise UserError(
+            f"--batch_size={batch_size} cannot be split evenly over {replicas} replicas"
+            + (f" x {num_parts} accumulation steps" if num_parts > 1 else "")
+        )
