@@ -10,6 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.tasks import Task
+from trainer.tasks.supervised import Classification
+
 layers = keras.layers
 
 # Models.
@@ -388,6 +391,11 @@ def probe(event, loop):
     PROBE["traces"] = loop.stepper._train.experimental_get_tracing_count()
 
 
+def fails_at_step(event, loop):
+    if event == "step":
+        raise KeyError("no such thing")
+
+
 def counting(event, loop):
     """Keeps the names of all events."""
     PROBE.setdefault("events", []).append(event)
@@ -488,3 +496,10 @@ def watches_itself(event, loop):
         traces = loop.stepper._train.experimental_get_tracing_count()
         seen = (loop.step, pages, len(os.listdir("/proc/self/fd")), traces)
         PROBE.setdefault("watched", []).append(seen)
+
+
+# Tasks.
+
+
+class Unexported(Classification):
+    export = Task.export

@@ -13,6 +13,10 @@ from conftest import words
 
 import pipelines
 
+UNEXPORTED = words(
+    "--dataset=builders:Vectors --task=parts:Unexported --model=parts:linear --batch_size=6 "
+    "--train_steps=2 --num_devices=1 --export=true"
+)
 RUNS = {
     "two_replicas": "--dataset=builders:Images --model=parts:conv --num_devices=2",
     "averaged": "--dataset=builders:Images --model=cnn --ema_decay=0.5 --num_devices=2",
@@ -123,3 +127,10 @@ def test_export_again_from_the_checkpoint(exported, command):
     np.testing.assert_allclose(
         model(pipelines.to_model_input(tf.constant(raw))).numpy(), logits, atol=1e-5
     )
+
+
+def test_a_task_without_an_export_says_so(command):
+    run = command(*UNEXPORTED)
+    assert "nothing exported" in run.err and not (run.dir / "export").exists()
+    refused = command(*UNEXPORTED, "--mode=export", model_dir=run.dir, code=1)
+    assert "no export of its own" in refused.error

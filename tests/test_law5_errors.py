@@ -40,6 +40,8 @@ MISTAKES = {
     "eval_durations": ("--eval_epochs=2 --eval_steps=3", "--eval_epochs --eval_steps"),
     "profile_order": ("--profile_steps=5,2", "--profile_steps"),
     "profile_one": ("--profile_steps=5", "--profile_steps"),
+    "profile_beyond_the_end": ("--profile_steps=5,9", "--profile_steps=5,9 1"),
+    "useless_penalty_weight": ("--gan_penalty_weight=2", "--gan_penalty_weight --task=gan"),
     "useless_hidden_units": ("--model=resnet20 --hidden_units=8", "--hidden_units mlp"),
     "useless_boundaries": ("--lr_boundaries=3", "--lr_boundaries piecewise"),
     "useless_patience": ("--mode=train --early_stopping_patience=2", "early_stopping_patience"),

@@ -154,6 +154,7 @@ def test_a_table_for_people(run):
         (["--sweep=format=csv"], "no flag 'format' to sweep"),
         (["--sweep=batch_size"], "'batch_size' is not flag=value,value"),
         (["--sweep=seed=1;seed=2"], "'seed' is named twice"),
+        (["--sweep=batch_size=8,8"], "'batch_size' takes a value twice"),
         (["--sweep=batch_size=8,many"], "flag --batch_size=many: invalid literal"),
         (["--sweep=batch_size=8,9000"], "--batch_size=9000 is larger than the 90 examples"),
         (["--sweep=reader=disk"], "--reader=disk"),
@@ -169,6 +170,14 @@ def test_mistakes_are_told_before_anything_is_measured(run, monkeypatch, flags, 
     code, out, error = run(*flags)
     assert code == 1 and not out
     assert error.startswith("error: ") and told in error
+
+
+def test_a_run_that_fails_leaves_older_rows(run, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("older")
+    code, _, error = run("--dataset=builders:Failing", f"--output={path}")
+    assert code == 1 and "broken" in error
+    assert path.read_text() == "older"
 
 
 def test_a_plot_without_matplotlib(run, monkeypatch, tmp_path):

@@ -116,5 +116,10 @@ def test_callbacks_see_every_event(command):
     assert parts.PROBE["events"] == ["begin", *["step"] * 14, "end"]
 
 
+def test_a_failing_callback_is_told_in_one_line(command):
+    run = command(*RUN, "--callback=parts:fails_at_step", "--num_devices=1", code=1)
+    assert run.error == "error: --callback: failed at 'step': KeyError: 'no such thing'"
+
+
 def test_root_is_left_alone():
     assert not (ROOT / "runs").exists()

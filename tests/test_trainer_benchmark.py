@@ -50,7 +50,7 @@ def test_rows_keep_to_the_documented_schema(run, tmp_path):
         assert row["steps_per_sec_min"] <= row["steps_per_sec"] <= row["steps_per_sec_max"]
         assert row["examples_per_sec"] == pytest.approx(6 * row["steps_per_sec"])
         assert row["ratio"] == pytest.approx(ours["steps_per_sec"] / row["steps_per_sec"])
-        assert (row["steps"], row["warmup_steps"], row["repeats"]) == (4, 2, 2)
+        assert row["steps"] >= 4 and (row["warmup_steps"], row["repeats"]) == (2, 2)
     assert "steps_per_execution=" in by_name["model_fit_best"]["settings"]
     slower, faster = sorted(("input", "step"), key=lambda name: by_name[name]["steps_per_sec"])
     assert summary["bound"] == slower
@@ -81,6 +81,12 @@ def test_table_is_for_people(run):
         ("--format=xml", "format"),
         ("--repeats=0", "repeats"),
         ("--compare --dataset=builders:Line --model=parts:linear", "--compare"),
+        ("--compare --task=gan", "--compare"),
+        ("--lr_schedule=nope", "--lr_schedule=nope"),
+        ("--batch_size=4 --num_devices=3", "--batch_size=4 cannot be split evenly over 3"),
+        ("--batch_size=4 --grad_accum_steps=3 --num_devices=1", "3 accumulation steps"),
+        ("--loss=parts:broken_loss --num_devices=1", "ValueError: no such term"),
+        ("--optimizer=sgd --learning_rate=1e30 --num_devices=1", "is not finite"),
     ],
 )
 def test_mistakes_are_told_in_one_line(run, flags, told):
@@ -99,6 +105,12 @@ def test_fit_is_timed_in_whole_executions():
     for warmup_steps, num_steps in ((0, 1), (1, 2), (5, 6)):
         turn = run(warmup_steps, num_steps)
         assert turn.steps >= num_steps and turn.secs > 0
+        assert turn.steps % 4 == 0  # of the five steps of an epoch Keras would count eight
+
+
+def test_what_mixes_examples_can_be_measured(run):
+    flags = words("--dataset=builders:Images --model=parts:linear --augment=mixup --num_devices=1")
+    assert run(*flags)[0] == 0
 
 
 def test_any_task_can_be_measured(run):

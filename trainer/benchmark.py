@@ -32,7 +32,7 @@ All rows but the summary:
 | ratio | float | speed of `end_to_end` by this one's, of the medians |
 | ratio_min | float | the least of one turn |
 | ratio_max | float | the greatest of one turn |
-| steps | int | steps of a turn; a turn goes on to the end of its compiled call |
+| steps | int | steps of a turn, as counted; a turn goes on to the end of its compiled call |
 | warmup_steps | int | steps before each turn, off the clock |
 | repeats | int | turns |
 | settings | str | what the variant chose for itself, such as the best steps_per_execution |
