@@ -9,6 +9,7 @@ from pipelines.config import DataConfig
 
 MIN_GAIN = 1.05
 _MAX_TRIED = 5
+_MAX_PREDICTED = 100.0  # what costs nothing but what would be saved does not become free
 _IDLE = 1.3  # cores that could do this many times as much are waiting for something
 _PIXEL_STAGES = ("decode", "augment", "resize")
 _MIN_SIDE = 64
@@ -47,7 +48,8 @@ class Findings:
 
     def without(self, micros: float) -> float:
         """How many times as fast it would be with `micros` less to do for each example."""
-        return self.cpu_us_per_example / max(1e-9, self.cpu_us_per_example - max(0.0, micros))
+        cost = self.cpu_us_per_example
+        return cost / max(cost / _MAX_PREDICTED, cost - max(0.0, micros))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,7 +239,10 @@ def test_export_serves_images_of_latents(trained):
         ("--model=resnet20", "only has a meaning with a task that learns labels"),
         ("--hidden_units=8", "only has a meaning with"),
         ("--label_smoothing=0.1", "only has a meaning with a task that learns labels"),
-        ("--gan_penalty=none --gan_penalty_weight=2", "only has a meaning with --gan_penalty"),
+        (
+            "--gan_penalty=none --gan_penalty_weight=2",
+            "only has a meaning with --task=gan and --gan_penalty",
+        ),
         ("--task=classification --latent_dim=7", "only has a meaning with --task=gan"),
     ],
 )
