@@ -55,7 +55,8 @@ class CheckpointStore:
         except WRITE_ERRORS:
             self._discard(step)  # a full disk needs the space
             raise
-        for old in self.steps()[: -self.max_to_keep]:
+        # Later ones are damaged, or the run would have gone on from them: they take no one's place.
+        for old in [s for s in self.steps() if s <= step][: -self.max_to_keep]:
             self._delete(old)
         self.list_up_to(step)
 
