@@ -289,7 +289,8 @@ class Pipeline:
     def _without_bad(self, slots: Batch) -> Batch:
         """Puts in the place of each bad row, at weight 0, the first good one of its batch.
 
-        A copy, as for padding, leaves the statistics of the batch those of its own examples.
+        A copy, as for padding, leaves the statistics of the batch those of its own examples. A
+        batch without a good one is zeros: what is not finite is so at weight 0 too.
         """
         examples = dict(slots["raw"])
         bad = examples.pop(BAD, None)
@@ -299,8 +300,14 @@ class Pipeline:
         good_row = tf.argmin(tf.cast(bad, tf.int32), axis=1, output_type=tf.int32)[:, None]
         rows = tf.where(bad, good_row, tf.range(self.batch_size))
         rows += tf.range(bad.shape[0])[:, None] * self.batch_size
+        no_good = tf.repeat(tf.reduce_all(bad, axis=1), self.batch_size)
         rows, bad = tf.reshape(rows, [-1]), tf.reshape(bad, [-1])
         examples = {key: tf.gather(tensor, rows) for key, tensor in examples.items()}
+        examples = tf.cond(
+            tf.reduce_any(no_good),
+            lambda: {key: _zeroed(tensor, no_good) for key, tensor in examples.items()},
+            lambda: examples,
+        )
         return {**slots, "raw": examples, WEIGHT: tf.where(bad, 0.0, slots[WEIGHT])}
 
     def _stack(self, chunking: "_Chunking", slots: Batch) -> Batch:
@@ -308,6 +315,12 @@ class Pipeline:
         rows = {**slots["raw"], WEIGHT: slots[WEIGHT], INDEX: slots["positions"]}
         shape = [chunking.chunk_steps, self.batch_size]
         return {key: tf.reshape(t, [*shape, *t.shape[1:]]) for key, t in rows.items()}
+
+
+def _zeroed(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """A tensor [m, ...] with zeros in the given rows (bool [m])."""
+    rows = tf.reshape(rows, [-1] + [1] * (tensor.shape.rank - 1))
+    return tf.where(rows, tf.zeros_like(tensor), tensor)
 
 
 @dataclasses.dataclass(frozen=True)

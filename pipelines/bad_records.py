@@ -27,10 +27,10 @@ class BadRecords:
       failure: the error that ended it, for whoever receives TensorFlow's version of it.
     """
 
-    def __init__(self, skip: bool, where: Callable[[int], str]):
+    def __init__(self, skip: bool, where: Callable[[int], str], num_examples: int):
         """`where(position)` names a record's shard and number."""
         self.skip, self.failure = skip, None
-        self._where = where
+        self._where, self._num_examples = where, num_examples
         self._positions: set[int] = set()
         self._lock = threading.Lock()
 
@@ -41,18 +41,18 @@ class BadRecords:
         """Counts and logs a record once.
 
         Raises:
-          UserError: if bad records are not to be skipped.
+          UserError: if bad records are not to be skipped, or no good one is left.
         """
+        told = f"{self._where(position)}: {reason}"
         with self._lock:
-            if position in self._positions:
-                return
             if not self.skip:
-                self.failure = UserError(
-                    f"{self._where(position)}: {reason}; --on_bad_record=skip trains without it"
-                )
+                self.failure = UserError(f"{told}; --on_bad_record=skip trains without it")
                 raise self.failure
+            is_new = position not in self._positions
             self._positions.add(position)
-        _log.warning("skipping %s: %s", self._where(position), reason)
+        if is_new:
+            _log.warning("skipping %s", told)
+        self._check_any_left(told)
 
     def note_missing(self, positions: range, reason: str) -> None:
         """The same for a run of records, logged as one."""
@@ -60,6 +60,14 @@ class BadRecords:
             raise UserError(f"{reason}; --on_bad_record=skip trains on the others")
         self._positions.update(positions)
         _log.warning("skipping %d records: %s", len(positions), reason)
+        self._check_any_left(reason)
+
+    def _check_any_left(self, reason: str) -> None:
+        if len(self._positions) == self._num_examples:
+            self.failure = UserError(
+                f"none of the split's {self._num_examples} records can be used, the last: {reason}"
+            )
+            raise self.failure
 
     def note_extra(self, reason: str) -> None:
         """A file holds more records than can be asked for."""

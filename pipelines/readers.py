@@ -112,6 +112,8 @@ def count_classes(records: Records, label_key: str) -> int:
     for start in range(0, records.num_examples, 4096):
         positions = np.arange(start, min(start + 4096, records.num_examples))
         raw = [record for record in records.read(positions) if record]
+        if not raw:
+            continue
         labels = tf.io.parse_example(tf.constant(raw), spec)[label_key].numpy()
         if labels.min() < 0:
             return 0

@@ -46,7 +46,7 @@ class Records:
         self._stretches = stretches(builder, split)
         self._starts = np.cumsum([0] + [s.count for s in self._stretches])
         self.num_examples = int(self._starts[-1])
-        self.bad = BadRecords(skip_bad, self.where)
+        self.bad = BadRecords(skip_bad, self.where, self.num_examples)
         self.paths = list(dict.fromkeys(s.path for s in self._stretches))
         shards = dict(zip(self.paths, _open_shards(builder, self.paths), strict=True))
         self._shards = [shards[s.path] for s in self._stretches]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -285,7 +286,7 @@ class Loop:
             "split": "train",
             "step": self.step,
             "epoch": self.step / self.task.steps_per_epoch,
-            "loss": sum(means[f"{update.prefix}loss"] for update in self.task.updates),
+            "loss": sum(means.get(f"{u.prefix}loss", math.nan) for u in self.task.updates),
             **means,
             **self._norms_and_rates(),
             "examples": round(examples),

@@ -170,7 +170,8 @@ class Stepper:
         """Takes one step; returns whether losses and gradients were finite, a scalar bool."""
         batch = self.task.prepare(batch, training=True)
         rows = self.strategy.run(self._replica_rows, (batch, self._settings.accum_steps))
-        total_weight = tf.reduce_sum(batch[WEIGHT])
+        weight = tf.reduce_sum(batch[WEIGHT])
+        total_weight = tf.where(weight > 0, weight, 1.0)  # without an example the loss is 0
         finite = tf.constant(True)
         for update in self.task.updates:
             finite &= self._update(update, rows, total_weight)

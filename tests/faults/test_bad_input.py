@@ -160,6 +160,42 @@ def test_numbers_that_are_not_finite(tmp_path, reader, cls):
     assert weight(data.train) == 10 and data.train.skipped_records == 2
 
 
+def numbers(name, bad):
+    """24 examples of two classes of which those of numbers `bad` hold NaN, and 4 to evaluate on."""
+
+    def row(i, split):
+        x = np.full(2, np.nan if i in bad.get(split, ()) else i / 24, np.float32)
+        return {"x": x, "y": i % 2}
+
+    features = {"x": F.Tensor(shape=(2,), dtype=np.float32), "y": F.ClassLabel(num_classes=2)}
+    return builders.builder(name, features, row, {"train": 24, "test": 4})
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_of_nothing_but_bad_records_teaches_nothing(command, tmp_path, replicas):
+    flags = words("--model=parts:linear --optimizer=sgd --batch_size=2 --shuffle=false --log_steps=1")
+    flags += [*words("--train_epochs=1 --mode=train"), f"--num_devices={replicas}"]
+    folder = prepare(numbers("with_bad_pair", {"train": (4, 5)}), tmp_path)
+    run = command(*flags, f"--dataset={folder}", "--on_bad_record=skip")
+    split = "--train_split=train[:4]+train[6:]"
+    without = command(*flags, f"--dataset={folder}", split)
+    empty = run.rows("train").pop(2)
+    assert empty["examples"] == 0 and empty["loss"] is None
+    for name, value in run.weights().items():
+        np.testing.assert_array_equal(value, without.weights()[name], err_msg=name)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("reader", ["memory", pytest.param("indexed", marks=pytest.mark.slow)])
+def test_a_split_of_nothing_but_bad_records(command, tmp_path, split, reader):
+    folder = prepare(numbers("all_bad", {split: range(24)}), tmp_path)
+    flags = words("--model=parts:linear --batch_size=3 --train_epochs=1 --on_bad_record=skip")
+    run = command(*flags, f"--dataset={folder}", f"--reader={reader}", code=1)
+    count = 24 if split == "train" else 4
+    assert f"none of the split's {count} records can be used" in run.error
+    assert f"all_bad-{split}.tfrecord" in run.error
+
+
 def change_metadata(folder, **changes):
     path = pathlib.Path(folder) / "dataset_info.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
