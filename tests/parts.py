@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer import models
 from trainer.tasks import Task
 from trainer.tasks.supervised import Classification
 
@@ -67,6 +68,17 @@ def conv(spec):
         layers.Dropout(0.3, name="drop"),
         layers.Dense(spec.num_classes, name="out"),
     )
+
+
+def smooth_resnet(spec):
+    """ResNet-20 without kinks: within rounding of one, a unit's gradient may go either way."""
+
+    def smooth(layer):
+        if isinstance(layer, layers.ReLU):
+            return layers.Activation("swish", name=layer.name)
+        return type(layer).from_config(layer.get_config())
+
+    return keras.models.clone_model(models.build_model("resnet20", spec), clone_function=smooth)
 
 
 def dropped(spec):

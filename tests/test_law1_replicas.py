@@ -32,8 +32,8 @@ SLOW_CASES = {
     "adam": "--model=mlp --hidden_units=8",
     "l2": "--model=mlp --hidden_units=8 --l2=0.1 --optimizer=sgd",
     "clipping": "--model=parts:linear --optimizer=sgd --momentum=0.9 --grad_clip_norm=0.3",
-    "conv": "--dataset=builders:Images --model=resnet20 --batch_size=30 --train_epochs=1 "
-    "--optimizer=sgd",
+    "conv": "--dataset=builders:Images --model=parts:smooth_resnet --batch_size=30 "
+    "--train_epochs=1 --optimizer=sgd",
 }
 ALL_CASES = [
     *CASES.items(),

@@ -173,7 +173,9 @@ def numbers(name, bad):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_batch_of_nothing_but_bad_records_teaches_nothing(command, tmp_path, replicas):
-    flags = words("--model=parts:linear --optimizer=sgd --batch_size=2 --shuffle=false --log_steps=1")
+    flags = words(
+        "--model=parts:linear --optimizer=sgd --batch_size=2 --shuffle=false --log_steps=1"
+    )
     flags += [*words("--train_epochs=1 --mode=train"), f"--num_devices={replicas}"]
     folder = prepare(numbers("with_bad_pair", {"train": (4, 5)}), tmp_path)
     run = command(*flags, f"--dataset={folder}", "--on_bad_record=skip")
