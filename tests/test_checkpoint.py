@@ -7,6 +7,8 @@ import pytest
 import tensorflow as tf
 from conftest import words
 
+from trainer.checkpoint import CheckpointStore
+
 RUN = words(
     "--dataset=builders:Vectors --model=parts:normed --batch_size=6 --learning_rate=0.05 "
     "--train_steps=12 --log_steps=12 --checkpoint_steps=2 --eval_steps=3 --num_devices=1"
@@ -45,6 +47,16 @@ def test_oldest_go_and_the_best_stays(command):
     again = command(*RUN, *start, "--learning_rate=0", "--train_steps=1")
     for key in ("loss", "accuracy"):
         assert again.rows("eval")[-1][key] == pytest.approx(best[key], rel=1e-5)
+
+
+def test_a_later_damaged_one_takes_no_place(tmp_path):
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    variables = {"step": tf.Variable(0)}
+    store.save(12, variables, identity={}, state={})
+    (tmp_path / "ckpt-12.index").write_bytes(b"damaged")
+    store.save(11, variables, identity={}, state={})
+    assert store.newest()["step"] == 11
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("ckpt-11")
 
 
 def test_files_of_others_are_left_alone(command):
