@@ -90,15 +90,22 @@ def tell_unused(values: flags.FlagValues, names: Sequence[str]) -> None:
 
 
 def flags_text(values: flags.FlagValues) -> str:
-    """A flagfile that sets every flag of a command to its value."""
-    own = values.flags_by_module_dict().get(__name__, [])
-    lines = {
-        flag.name: flag.serialize()
-        for module_flags in values.flags_by_module_dict().values()
-        for flag in module_flags
-        if flag not in own and flag.value is not None
-    }
-    return "".join(f"{lines[name]}\n" for name in sorted(lines))
+    """A flagfile that sets every flag of a command to its value.
+
+    Flags of other rooms may be unknown to who reads it, so that what measures or shows the input
+    takes the flagfile of a training run too.
+    """
+    lines, strangers = {}, []
+    for module, module_flags in values.flags_by_module_dict().items():
+        if module == __name__:
+            continue
+        for flag in module_flags:
+            if flag.value is not None:
+                lines[flag.name] = flag.serialize()
+            if not module.startswith("pipelines."):
+                strangers.append(flag.name)
+    undefok = f"--undefok={','.join(sorted(strangers))}\n" if strangers else ""
+    return undefok + "".join(f"{lines[name]}\n" for name in sorted(lines))
 
 
 def check_environment() -> None:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, Run, environment, words
 
+import pipelines
+from pipelines import UserError, cli
+
 RUN = words(
     "--dataset=builders:Vectors --model=parts:normed --batch_size=6 --learning_rate=0.05 "
     "--train_steps=10 --log_steps=5 --eval_steps=5 --num_devices=1"
@@ -60,6 +63,15 @@ def test_flags_txt_repeats_the_run(command):
     assert third.result["steps"] == 10
     for name, value in first.variables().items():
         np.testing.assert_array_equal(third.variables()[name], value, err_msg=name)
+
+
+def test_flags_txt_of_a_run_serves_the_commands_for_its_input(command):
+    run = command(*RUN, "--seed=7")
+    argv = ["preview", f"--flagfile={run.dir}/flags.txt"]
+    config = pipelines.config_from_flags(cli.parse_flags(argv, "doc", pipelines.define_flags))
+    assert (config.dataset, config.batch_size, config.seed) == ("builders:Vectors", 6, 7)
+    with pytest.raises(UserError, match="modell"):
+        cli.parse_flags([*argv, "--modell=mlp"], "doc", pipelines.define_flags)
 
 
 def test_eval_reads_the_newest_checkpoint(command):
