@@ -183,7 +183,10 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
             )
         if name in swept:
             raise UserError(f"--sweep={text}: {name!r} is named twice")
-        swept[name] = next(csv.reader([listed]), [""])
+        try:
+            swept[name] = next(csv.reader([listed], strict=True), [""])
+        except csv.Error as error:
+            raise UserError(f"--sweep={text}: {listed!r} is no list: {error}") from None
         if len(set(swept[name])) < len(swept[name]):
             raise UserError(f"--sweep={text}: {name!r} takes a value twice")
     return swept

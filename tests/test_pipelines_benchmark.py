@@ -154,6 +154,7 @@ def test_a_table_for_people(run):
         (["--sweep=format=csv"], "no flag 'format' to sweep"),
         (["--sweep=batch_size"], "'batch_size' is not flag=value,value"),
         (["--sweep=seed=1;seed=2"], "'seed' is named twice"),
+        (['--sweep=augment="flip,crop'], "is no list: unexpected end of data"),
         (["--sweep=batch_size=8,8"], "'batch_size' takes a value twice"),
         (["--sweep=batch_size=8,many"], "flag --batch_size=many: invalid literal"),
         (["--sweep=batch_size=8,9000"], "--batch_size=9000 is larger than the 90 examples"),
