@@ -17,6 +17,7 @@ _EXPORTS = {
     "UserError": "errors",
     "WEIGHT": "pipeline",
     "call_symbol": "symbols",
+    "check_values": "definer",
     "cli": "cli",
     "config_from_flags": "config",
     "cutmix": "mix",

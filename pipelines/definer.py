@@ -1,9 +1,12 @@
 """Defines flags from the dataclass that they become: its fields' names, its values as defaults."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
+
+from pipelines.errors import UserError
 
 flags.disclaim_key_flags()  # --help lists a flag under the module that asks for it
 
@@ -43,3 +46,24 @@ class FlagDefiner:
     def items(self, name: str, text: str) -> None:
         """Defines a list of comma-separated strings; the field is a tuple."""
         self._define(flags.DEFINE_list, name, text)
+
+
+def check_values(config: Any, define_fn: Callable[[flags.FlagValues], None]) -> None:
+    """Refuses what the flags of a dataclass's fields would refuse, for one made in Python.
+
+    Args:
+      config: the dataclass.
+      define_fn: defines its flags.
+
+    Raises:
+      UserError: naming the flag, the value and what it may be.
+    """
+    values = flags.FlagValues()
+    define_fn(values)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, (bool, int, float, str)) and field.name in values:
+            try:
+                values[field.name].parse(str(value))
+            except flags.Error as error:
+                raise UserError(str(error)) from None

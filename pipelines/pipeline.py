@@ -10,8 +10,9 @@ from pipelines import augment as augment_lib
 from pipelines import features as features_lib
 from pipelines import images, mix, readers, source
 from pipelines.assembly import INDEX, WEIGHT, Pipeline
-from pipelines.config import DataConfig
+from pipelines.config import DataConfig, define_flags
 from pipelines.decode import Decoder
+from pipelines.definer import check_values
 from pipelines.errors import UserError
 from pipelines.order import Order
 from pipelines.records import Records
@@ -64,6 +65,7 @@ def load_data(
       UserError: for whatever in `config` the dataset cannot honour; told before data is read where
         it can be known.
     """
+    check_values(config, define_flags)
     _check_flags(config)
     builder = source.open_builder(config)
     loader = _Loader(config, builder, numeric_labels)

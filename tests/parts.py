@@ -81,6 +81,34 @@ def smooth_resnet(spec):
     return keras.models.clone_model(models.build_model("resnet20", spec), clone_function=smooth)
 
 
+class Subclassed(keras.Model):
+    """A model without `get_config` or `compute_output_shape`."""
+
+    def __init__(self, units):
+        super().__init__(name="subclassed")
+        self.dense = layers.Dense(units)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def subclassed(spec):
+    """What Keras can run and not write to a .keras file."""
+    return Subclassed(spec.num_classes)
+
+
+class InNumpy(layers.Layer):
+    """A layer that XLA cannot compile."""
+
+    def call(self, inputs):
+        return tf.ensure_shape(tf.numpy_function(np.array, [inputs], tf.float32), inputs.shape)
+
+
+def in_numpy(spec):
+    """Logits linear in what goes through numpy."""
+    return _net(spec, InNumpy(), layers.Dense(spec.num_classes, name="out"))
+
+
 def dropped(spec):
     """Adds up its inputs, of which half are dropped."""
     return _net(spec, layers.Dropout(0.5, name="drop"), _ones())
@@ -156,6 +184,11 @@ def not_a_model(spec):
 def plain_sgd(learning_rate):
     """An optimizer function."""
     return keras.optimizers.SGD(learning_rate)
+
+
+def slow_sgd(learning_rate):
+    """An optimizer with another rate than --learning_rate."""
+    return keras.optimizers.SGD(learning_rate * 0.01)
 
 
 def rising(learning_rate, total_steps):
@@ -260,6 +293,16 @@ def penalties(model):
 def class_number(labels, outputs):
     """A metric that depends on the labels alone."""
     return tf.cast(labels, tf.float32)
+
+
+def step(labels, outputs):
+    """A metric with the name of a field of the rows."""
+    return class_number(labels, outputs)
+
+
+def accuracy(labels, outputs):
+    """A metric with the name of one that is there already."""
+    return class_number(labels, outputs)
 
 
 def not_a_number(labels, outputs):
@@ -515,3 +558,29 @@ def watches_itself(event, loop):
 
 class Unexported(Classification):
     export = Task.export
+
+
+class Centred(Classification):
+    """Takes from the inputs their running mean, a variable of its own."""
+
+    def build(self):
+        super().build()
+        self.mean = tf.Variable(tf.zeros(self.spec.input_shape), trainable=False)
+
+    def prepare(self, batch, training):
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(self.inputs(batch), axis=0))
+        return batch
+
+    def outputs(self, batch, training):
+        return self.model(self.inputs(batch) - self.mean, training=training)
+
+    def finish_evaluation(self, metrics):
+        return {**metrics, "exp_loss": np.exp(np.float32(metrics["loss"]))}
+
+
+class FailsToBuild(Task):
+    """A task with a mistake in it."""
+
+    def build(self):
+        raise ValueError("no such part here")

@@ -8,6 +8,8 @@ import tensorflow as tf
 from conftest import words
 
 from trainer.checkpoint import CheckpointStore
+from trainer.config import TrainConfig
+from trainer.judge import Judge, Standing
 
 RUN = words(
     "--dataset=builders:Vectors --model=parts:normed --batch_size=6 --learning_rate=0.05 "
@@ -47,6 +49,17 @@ def test_oldest_go_and_the_best_stays(command):
     again = command(*RUN, *start, "--learning_rate=0", "--train_steps=1")
     for key in ("loss", "accuracy"):
         assert again.rows("eval")[-1][key] == pytest.approx(best[key], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [("f1_score", 0.9), ("loss", 0.1), ("word_error_rate", 0.1), ("score", 0.1)]
+)
+def test_which_is_the_best(metric, best):
+    """Higher is better, but for losses and errors, and for what a task says."""
+    judge, standing = Judge(TrainConfig(best_metric=metric), "loss", ("score",)), Standing()
+    for step, value in enumerate((0.5, 0.1, 0.9, 0.5)):
+        judge.judge({"step": step, metric: value}, standing)
+    assert standing.best[metric] == best
 
 
 def test_a_later_damaged_one_takes_no_place(tmp_path):

@@ -4,9 +4,14 @@ import shutil
 import time
 import types
 
+import numpy as np
 import parts
 import pytest
 from conftest import Run, finish, words
+
+import pipelines
+import trainer
+from pipelines import UserError
 
 BASE = words(
     "--dataset=builders:Vectors --model=parts:linear --batch_size=4 --train_steps=1 --num_devices=1"
@@ -108,14 +113,19 @@ MISTAKES = {
     "named_outputs": ("--model=parts:named_outputs", "named_outputs"),
     "wrong_input": ("--model=parts:wrong_input", "7 4"),
     "unknown_loss": ("--loss=hinge_of_a_door", "--loss hinge_of_a_door hinge"),
+    "loss_of_a_batch": ("--loss=dice", "--loss=dice one loss per example"),
+    "loss_of_sequences": ("--loss=ctc", "--loss=ctc (4, 3)"),
     "mean_loss": ("--loss=parts:mean_squared", "--loss mean_squared example"),
     "broken_loss": ("--loss=parts:broken_loss", "ValueError no such term"),
     "unknown_metric": ("--metrics=accuracy", "--metrics accuracy"),
     "mean_metric": ("--metrics=parts:mean_error", "mean_error example"),
+    "metric_of_a_fields_name": ("--metrics=parts:step", "--metrics 'step'"),
+    "metric_twice": ("--metrics=parts:accuracy", "--metrics=parts:accuracy 'accuracy' already"),
     "many_penalties": ("--regularizer=parts:penalties", "--regularizer penalties scalar"),
     "unknown_regularizer": ("--regularizer=parts:no_such", "--regularizer no_such"),
     "unknown_callback": ("--callback=no_such_module:fn", "--callback no_such_module"),
     "unknown_task": ("--task=segmentation", "--task segmentation classification regression"),
+    "failing_task": ("--task=parts:FailsToBuild", "FailsToBuild ValueError no such part here"),
     "not_a_task": ("--task=parts:squared", "--task parts:squared trainer.Task"),
     "classes_of_a_number": ("--dataset=builders:Line --task=classification", "classification 'y'"),
     "weights_of_two_classes": ("--class_weights=1,2", "--class_weights 2 3"),
@@ -251,6 +261,7 @@ CHANGES = {
     "weight_decay": "0.1",
     "label_smoothing": "0.1",
     "dataset": "builders:Many",
+    "reader": "stream",
 }
 
 
@@ -275,6 +286,46 @@ def test_what_keeps_the_meaning_may_change_at_resume(command, trained, flags):
     assert run.result["steps"] == 6
     if "learning_rate" in flags:
         assert run.column("learning_rate")[-1] == pytest.approx(0.5)
+
+
+def test_a_rate_of_the_optimizers_own_survives_a_resume(command):
+    flags = [*BASE, *words("--mode=train --optimizer=parts:slow_sgd --learning_rate=0.5")]
+    whole = command(*flags, "--train_steps=6")
+    parted = command(*flags, "--train_steps=4")
+    command(*flags, "--train_steps=6", model_dir=parted.dir)
+    for name, value in whole.variables().items():
+        np.testing.assert_array_equal(parted.variables()[name], value, err_msg=name)
+    command(*flags, "--train_steps=7", "--learning_rate=1", model_dir=parted.dir)
+    assert parted.column("learning_rate")[-1] == pytest.approx(0.01)
+
+
+def test_what_was_held_out_stays_out_at_resume(command):
+    flags = [*BASE, "--dataset=builders:TrainOnly", "--batch_size=6"]
+    run = command(*flags, "--train_steps=2")
+    for change in ("--mode=train", "--eval_split=train[:4]"):
+        error = command(*flags, "--train_steps=4", change, model_dir=run.dir, code=1)
+        assert_one_line(error, "--eval_split 18 20")
+
+
+@pytest.mark.parametrize(
+    ("train", "data", "told"),
+    [
+        ({"train_steps": 0}, {}, "--train_steps=0"),
+        ({"train_epochs": -1}, {}, "--train_epochs=-1"),
+        ({"strategy": "two_devices"}, {}, "--strategy=two_devices one_device mirrored"),
+        ({"log_steps": 0}, {}, "--log_steps=0"),
+        ({"label_smoothing": 1.5}, {}, "--label_smoothing=1.5"),
+        ({}, {"batch_size": 0}, "--batch_size=0"),
+        ({}, {"reader": "disk"}, "--reader=disk memory indexed stream"),
+        ({}, {"on_bad_record": "ignore"}, "--on_bad_record=ignore fail skip"),
+    ],
+)
+def test_values_from_python_are_checked_as_those_of_flags(tmp_path, train, data, told):
+    config = trainer.TrainConfig(model_dir=str(tmp_path / "run"), **train)
+    with pytest.raises(UserError) as caught:
+        trainer.run(config, pipelines.DataConfig(**data))
+    assert all(word in str(caught.value) for word in told.split())
+    assert not (tmp_path / "run").exists()
 
 
 def contents(folder):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import keras
 import numpy as np
 import pytest
 from conftest import ROOT, Run, environment, words
@@ -92,6 +93,42 @@ def test_eval_reads_the_newest_checkpoint(command):
     assert both["loss"] == pytest.approx(result["eval"]["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("flags", ["--ema_decay=0.8", "--task=parts:Centred"])
+def test_eval_and_export_use_what_training_ended_with(command, flags):
+    flags = (*RUN, *words(flags), "--export=true", "--num_devices=2")
+    run = command(*flags)
+    exported = keras.saving.load_model(run.dir / "export" / "model.keras").get_weights()
+    (*_, at_end) = run.rows("eval")
+    command(*flags, "--mode=eval", model_dir=run.dir)
+    (*_, alone) = run.rows("eval")
+    assert {**alone, "seconds": 0} == {**at_end, "seconds": 0}
+    command(*flags, "--mode=export", model_dir=run.dir)
+    again = keras.saving.load_model(run.dir / "export" / "model.keras").get_weights()
+    for first, second in zip(exported, again, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_model_that_keras_cannot_save(command):
+    run = command(*RUN, "--model=parts:subclassed", "--export=true")
+    assert "warning: export/ will hold saved_model alone, no model.keras" in run.err
+    assert [path.name for path in (run.dir / "export").iterdir()] == ["saved_model"]
+
+
+def test_the_averages_of_another_optimizer_are_refused(command):
+    run = command(*RUN, "--ema_decay=0.8")
+    flags = ("--ema_decay=0.8", "--optimizer=sgd", "--mode=eval")
+    assert "--optimizer" in command(*RUN, *flags, model_dir=run.dir, code=1).error
+
+
+def test_an_evaluation_on_other_data_takes_no_ones_place(command):
+    run = command(*RUN)
+    before = run.rows("eval")
+    command(*RUN, "--mode=eval", "--eval_split=train[:7]", model_dir=run.dir)
+    (*kept, new) = run.rows("eval")
+    assert kept == before and new["examples"] == 7 and new["data"].endswith("split train[:7]")
+    assert run.result["epochs"] == 2 and run.result["dataset"]["train_examples"] == 31
+
+
 def test_early_stopping(command):
     flags = words("--learning_rate=0 --early_stopping_patience=2 --train_steps=1000 --freeze=norm")
     run = command(*RUN, *flags)
@@ -109,6 +146,12 @@ def test_target_metric(command, target):
     assert run.result["steps"] == 5
     assert run.column("step") == [3, 5]  # the last row of a run that stops early is there
     assert target in run.result["stop_reason"]
+    # Judged anew by other flags.
+    flags = (*RUN, "--train_steps=1000", "--log_steps=3")
+    again = command(*flags, f"--target_metric={target}", model_dir=run.dir)
+    assert again.result["steps"] == 5 and "nothing to train" in again.err
+    other = command(*flags, "--target_metric=loss<=0", "--eval_steps=500", model_dir=run.dir)
+    assert other.result["steps"] == 1000
     missed = command(*RUN, "--target_metric=loss<=0")
     assert missed.result["steps"] == 10 and missed.result["stop_reason"] is None
 

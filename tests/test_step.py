@@ -192,6 +192,31 @@ def test_class_weights_and_label_smoothing(command, data_dir):
     assert run.column("accuracy") == [pytest.approx((logits.argmax(1) == labels).mean())]
 
 
+def test_losses_of_keras_get_the_labels_they_want(command, data_dir):
+    flags = words("--dataset=builders:Vectors --model=parts:linear --learning_rate=0")
+    entropy = command(*REFERENCE, *flags).column("loss")
+    for loss in ("sparse_categorical_crossentropy", "CategoricalCrossentropy"):
+        run = command(*REFERENCE, *flags, f"--loss={loss}")
+        assert run.column("loss") == pytest.approx(entropy, rel=1e-5)
+    # As many examples as classes: labels that are not one-hot would be broadcast.
+    flags += words("--batch_size=3 --shuffle=false --loss=mse --num_devices=1")
+    run = command(*REFERENCE, *flags)
+    config = pipelines.DataConfig(
+        dataset="builders:Vectors", data_dir=str(data_dir), batch_size=3, shuffle=False
+    )
+    batch = next(iter(pipelines.load_data(config).train.batches()))
+    errors = np.eye(3)[batch["y"].numpy()] - parts.PROBE["model"](batch["x"]).numpy()
+    assert run.column("loss") == [pytest.approx((errors**2).mean(), rel=1e-5)]
+
+
+def test_what_xla_cannot_compile(command):
+    flags = (*REFERENCE, "--dataset=builders:Vectors", "--model=parts:in_numpy", "--num_devices=1")
+    run = command(*flags, "--jit_compile=auto")
+    assert "jit_compile=auto: not used after all" in run.err and "PyFunc" in run.err
+    error = command(*flags, "--jit_compile=true", code=1).error
+    assert "--jit_compile=true" in error and "PyFunc" in error
+
+
 def test_freeze(command):
     flags = words("--dataset=builders:Vectors --model=parts:normed --freeze=hid --learning_rate=1")
     run = command(*REFERENCE, *flags, "--num_devices=2")
@@ -217,7 +242,7 @@ SCHEDULES = {
     "constant": lambda s: 0.4,
     "cosine": lambda s: 0.2 * (1 + np.cos(np.pi * (s - 3) / 9)),
     "linear": lambda s: 0.4 * (1 - (s - 3) / 9),
-    "piecewise": lambda s: 0.4 * 0.1 ** sum(s - 3 > edge for edge in (2, 6)),
+    "piecewise": lambda s: 0.4 * 0.1 ** sum(s > edge for edge in (5, 9)),
     "exponential": lambda s: 0.4 * 0.5 ** ((s - 3) / 4),
     "parts:rising": lambda s: 0.4 * (s - 3),
 }
@@ -226,7 +251,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(command, name):
     more = {
-        "piecewise": ("--lr_boundaries=2,6",),
+        "piecewise": ("--lr_boundaries=5,9",),
         "exponential": ("--lr_decay_steps=4", "--lr_decay_rate=0.5"),
     }
     flags = words("--learning_rate=0.4 --warmup_steps=3 --train_steps=12 --loss=parts:nothing")

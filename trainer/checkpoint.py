@@ -184,8 +184,9 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any], where: str) -
     current = json.loads(json.dumps(current))
     for name, value in current.items():
         if name in saved and saved[name] != value:
+            what = name if "(" in name else f"--{name}"
             raise UserError(
-                f"--{name}: {where} was trained with {saved[name]!r}, not {value!r}: use that, or "
+                f"{what}: {where} was trained with {saved[name]!r}, not {value!r}: use that, or "
                 "another --model_dir"
             )
 

@@ -141,7 +141,7 @@ def parse_target(text: str) -> tuple[str, str, float]:
     Raises:
       UserError: if it is neither.
     """
-    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
+    match = re.fullmatch(r"\s*(\S+?)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
     try:
         return match[1], match[2], float(match[3])
     except (TypeError, ValueError):
@@ -219,7 +219,7 @@ def _define_optimisation(f: FlagDefiner) -> None:
     f.string(
         "lr_schedule",
         "constant, cosine, linear, piecewise, exponential, or module:function called with "
-        "(learning_rate, total_steps).",
+        "(learning_rate, total_steps), of the steps after --warmup_steps.",
     )
     f.items("lr_boundaries", "Steps at which piecewise drops (default: at 1/2 and 3/4 of them).")
     f.number("lr_decay_rate", "Factor of a piecewise drop (0.1) or of --lr_decay_steps (0.96).")
@@ -250,7 +250,11 @@ def _define_bookkeeping(f: FlagDefiner) -> None:
         "checkpoint_secs", "Seconds between checkpoints, beside --checkpoint_steps (default: none)."
     )
     f.integer("max_to_keep", "Checkpoints to keep; the best is kept apart.")
-    f.string("best_metric", "Evaluation metric that chooses the best checkpoint.")
+    f.string(
+        "best_metric",
+        "Evaluation metric that chooses the best checkpoint: the highest, or the lowest where its "
+        "name holds loss, mse, mae, error or perplexity, or the task says so.",
+    )
     f.integer(
         "early_stopping_patience", "Evaluations without a better --best_metric after which to stop."
     )

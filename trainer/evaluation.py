@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipelines import Pipeline
+from pipelines import Pipeline, UserError, call_symbol
 from trainer.clock import Clock
+from trainer.report import refuse_fields
 from trainer.signals import StopRequest
 from trainer.step import Stepper
 from trainer.tasks.base import Task
@@ -44,7 +45,7 @@ class Evaluator:
                     return None
             means, counts = sums.read()
             means.pop("examples", None)
-            means = self._task.finish_evaluation(means)
+            means = self._finish(means)
             secs = time.perf_counter() - start
         return {
             "split": "eval",
@@ -53,8 +54,22 @@ class Evaluator:
             "examples": round(counts.get("examples", 0.0)),
             "seconds": secs,
             "weights": "average" if uses_average(self._task) else "raw",
+            "data": self._pipeline.name,
             **skipped(self._pipeline),
         }
+
+    def _finish(self, means: dict[str, float]) -> dict[str, float]:
+        """What the task makes of the means.
+
+        Raises:
+          UserError: if its own code fails, or yields what is no metric.
+        """
+        means = call_symbol("task", self._task.finish_evaluation, means)
+        refuse_fields(means, "--task: finish_evaluation()")
+        try:
+            return {name: float(value) for name, value in means.items()}
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--task: finish_evaluation() must return numbers: {error}") from error
 
 
 def skipped(pipeline: Pipeline) -> dict[str, int]:

@@ -13,7 +13,7 @@ PredictFn = Callable[[tf.Tensor], dict[str, tf.Tensor]]
 
 
 def write(folder: str, model: keras.Model, spec: Spec, predictions: PredictFn) -> None:
-    """Writes model.keras (the bare model) and saved_model (raw inputs to predictions).
+    """Writes saved_model (raw inputs to predictions) and, if Keras can, model.keras (the bare one).
 
     Args:
       folder: where to; made if missing.
@@ -22,6 +22,15 @@ def write(folder: str, model: keras.Model, spec: Spec, predictions: PredictFn) -
       predictions: turns the model's outputs into what serves them.
     """
     _save(folder, model, _Serving(model, spec, predictions).signatures())
+
+
+def why_not_keras(model: keras.Model) -> str | None:
+    """Why a model cannot be written as model.keras, known before it is trained; None if it can."""
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:  # a user's layers: whatever they raise
+        return " ".join(str(error).partition("Please implement")[0].split())[:300]
+    return None
 
 
 def write_generator(folder: str, generator: keras.Model, spec: Spec) -> None:
@@ -48,7 +57,8 @@ def write_generator(folder: str, generator: keras.Model, spec: Spec) -> None:
 def _save(folder: str, model: keras.Model, signatures: dict[str, Callable]) -> None:
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    model.save(path / "model.keras")
+    if why_not_keras(model) is None:
+        model.save(path / "model.keras")
     serving = tf.Module()
     # The saver wants an owner for whatever the functions read, Keras's generator included.
     read = [v for function in signatures.values() for v in function.graph.variables]

@@ -12,11 +12,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipelines import Data, DataConfig, UserError, load_data, load_symbol, machine, symbol_name
+import pipelines
+from pipelines import (
+    Data,
+    DataConfig,
+    UserError,
+    check_values,
+    load_data,
+    load_symbol,
+    machine,
+    symbol_name,
+)
 from trainer import checkpoint, evaluation, loop, model_dir, storage, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, define_flags
 from trainer.report import Report, finite
 from trainer.signals import Stopped, StopRequest
 from trainer.step import Stepper, reason
@@ -70,6 +80,7 @@ class Job:
           UserError, Stopped.
         """
         manifest = self._manifest()
+        self._saved_state = manifest["state"] if manifest else {}
         tasks.check_names(self.config)
         strategy.set_up_process(self.config)
         self.strategy = strategy.make_strategy(self.config)
@@ -119,6 +130,8 @@ class Job:
 
     def _identity_of_flags(self) -> dict[str, Any]:
         names = _IDENTITY_OF_TRAINING if self.config.training else _IDENTITY_OF_MODEL
+        if self.config.ema_decay is not None:  # the optimizer holds the averages
+            names = (*names, "optimizer")
         identity = {name: symbol_name(getattr(self.config, name)) for name in names}
         if self.config.training:
             identity |= {name: getattr(self.data_config, name) for name in _IDENTITY_OF_DATA}
@@ -126,12 +139,19 @@ class Job:
         return identity
 
     def _identity(self) -> dict[str, Any]:
-        return {**self._identity_of_flags(), "dataset": f"{self.data.name}:{self.data.version}"}
+        train = self.data.train
+        return {
+            **self._identity_of_flags(),
+            "dataset": f"{self.data.name}:{self.data.version}",
+            # What several flags come to.
+            "training examples (--train_split, --eval_split, --mode)": train.num_examples,
+            "shuffle window (--reader, --shuffle_window)": train.order.window or "none",
+        }
 
     def _load_data(self, manifest: dict[str, Any] | None) -> Data:
         config = self.data_config
         if manifest and config.num_classes is None and not self.config.training:
-            config = dataclasses.replace(config, num_classes=manifest["state"]["num_classes"])
+            config = dataclasses.replace(config, num_classes=self._saved_state["num_classes"])
         size = config.eval_batch_size or config.batch_size
         replicas = self.strategy.num_replicas_in_sync
         config = dataclasses.replace(config, eval_batch_size=-(-size // replicas) * replicas)
@@ -145,7 +165,8 @@ class Job:
 
     def _build(self) -> None:
         data, config = self.data, self.config
-        steps_per_epoch = data.train.steps_per_epoch if data.train else 1
+        saved_steps = self._saved_state.get("steps_per_epoch", 1)
+        steps_per_epoch = data.train.steps_per_epoch if data.train else saved_steps
         epochs = 5 if config.train_epochs is None else config.train_epochs
         total_steps = config.train_steps or epochs * steps_per_epoch
         if config.profile_steps and config.profile_steps[0] > total_steps:
@@ -157,6 +178,7 @@ class Job:
             config, data.spec, total_steps, steps_per_epoch, data, self.report
         )
         self.task = tasks.make_task(context)
+        self._built_rates = tasks.learning_rates(self.task)
         if config.summary:
             for model in self.task.models.values():
                 model.summary()
@@ -226,15 +248,27 @@ class Job:
         step = manifest["step"]
         variables = self._variables
         if not self.config.training:
-            variables = {k: v for k, v in variables.items() if k.startswith(("models.", "step"))}
+            variables = {k: v for k, v in variables.items() if k.startswith(self._evaluated())}
         self.checkpoints.restore(step, variables, exact=self.config.training)
         self.loop.restore(step, manifest["state"])
         if self.config.training:
-            tasks.set_learning_rates(self.task)
+            self._honour_learning_rate(manifest["state"].get("learning_rate"))
             self.report.rewind(step)
             with contextlib.suppress(*storage.WRITE_ERRORS):  # the next checkpoint will say it
                 self.checkpoints.list_up_to(step)  # a kill may have come before that
             _log.info("resumed at step %d", step)
+
+    def _evaluated(self) -> tuple[str, ...]:
+        """How the names begin of the variables that evaluation and export need."""
+        averaging = [u.name for u in self.task.updates if u.optimizer.use_ema]
+        return ("models.", "step", "task.", *(f"optimizers.{name}." for name in averaging))
+
+    def _honour_learning_rate(self, saved: float | None) -> None:
+        """Puts a --learning_rate other than the `saved` one in force in place of the restored."""
+        rate = self.config.learning_rate
+        if rate is not None and rate != saved:
+            tasks.set_learning_rates(self.task, self._built_rates)
+            _log.info("--learning_rate=%g from here on, %s before", rate, saved or "another")
 
     # Doing.
 
@@ -284,13 +318,26 @@ class Job:
         try:
             with evaluation.averaged_weights(self.task):
                 self.task.export(str(folder))
+        except UserError:
+            raise
         except storage.WRITE_ERRORS as error:
             raise UserError(f"{folder}: cannot be written: {storage.reason(error)}") from error
+        except Exception as error:  # a user's model or task: whatever it raises
+            raise UserError(
+                f"--export: failed: {type(error).__name__}: {reason(error)}; the weights are in "
+                f"{self.checkpoints.folder}"
+            ) from error
         weights = "averaged" if evaluation.uses_average(self.task) else "raw"
         _log.info("exported the %s weights to %s", weights, folder)
 
     def _save(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
-        state = {**state, "num_classes": self.data.spec.num_classes}
+        state = {
+            **state,
+            "num_classes": self.data.spec.num_classes,
+            "learning_rate": self.config.learning_rate,
+            "steps_per_epoch": self.task.steps_per_epoch,
+            "train_examples": self.data.train.num_examples,
+        }
         store.save(step, self._variables, self._identity(), state)
 
     def _parameters(self) -> int:
@@ -300,6 +347,7 @@ class Job:
         progress, clock = self.loop.progress, self.clock
         standing = progress.standing
         train_secs = clock.total("train")
+        train, saved_examples = self.data.train, self._saved_state.get("train_examples")
         return {
             "steps": self.loop.step,
             "epochs": self.loop.step / self.task.steps_per_epoch,
@@ -316,7 +364,7 @@ class Job:
             "dataset": {
                 "name": self.data.name,
                 "version": self.data.version,
-                "train_examples": self.data.train.num_examples if self.data.train else None,
+                "train_examples": train.num_examples if train else saved_examples,
                 "eval_examples": self.data.evaluation and self.data.evaluation.num_examples,
             },
             "parameters": self._parameters(),
@@ -348,10 +396,12 @@ def _without(row: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
 def collect_variables(task: tasks.Task, stepper: Stepper) -> dict[str, tf.Variable]:
     """Every variable that a resumed run needs, by a name that does not depend on the process.
 
-    Those of models and optimizers by place and name; then whatever else the traced steps read or
-    write, such as the random state of a layer or of Keras as a whole.
+    Those of models and optimizers by place and name, those of the task by its attributes; then
+    whatever else the traced steps read or write, such as the random state of a layer or of Keras as
+    a whole.
     """
     found: dict[str, tf.Variable] = {"step": task.step, **tasks.model_variables(task)}
+    found |= tasks.own_variables(task)
     for update in task.updates:
         for index, variable in enumerate(update.optimizer.variables):
             found[f"optimizers.{update.name}.{index:03d}.{variable.name}"] = variable.value
@@ -392,6 +442,8 @@ def run(
       UserError: for what the user can mend.
       Stopped: after a signal.
     """
+    check_values(config, define_flags)
+    check_values(data_config, pipelines.define_flags)
     folder = model_dir.open_folder(config)
     with model_dir.locked(folder):
         job = Job(config, data_config, folder, flags_text, stop or StopRequest())

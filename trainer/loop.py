@@ -83,7 +83,7 @@ class Loop:
         self._callback = callback or (lambda event, loop: None)
         self.step = 0
         self._evaluator = evaluator
-        self._judge = Judge(config, task.best_metric)
+        self._judge = Judge(config, task.best_metric, task.lower_is_better)
         self.progress = Progress(total_steps=task.total_steps)
         self._saved_step: int | None = None
         self._outages = {store: Outage() for store in (checkpoints, best)}
@@ -104,9 +104,11 @@ class Loop:
         self.step = self._saved_step = step
         self.progress = Progress.from_state(state["progress"])
         self.clock.restore(state["clock"])
-        if self.progress.total_steps != self.task.total_steps:
-            self.progress.standing.stop_reason = None
-            self.progress.total_steps = self.task.total_steps
+        if self.config.training:  # by other flags it may stop elsewhere now
+            standing, longer = self.progress.standing, self.task.total_steps
+            goes_on = self.progress.total_steps != longer
+            standing.stop_reason = None if goes_on else self._judge.reason_to_stop(standing)
+            self.progress.total_steps = longer
         self._use_data_order_of_rollback()
 
     def roll_back(self, rollbacks: int) -> None:
@@ -135,6 +137,8 @@ class Loop:
           UserError: when the last checkpoint cannot be written.
         """
         self._callback("begin", self)
+        if self.progress.standing.stop_reason:
+            _log.info("nothing to train: %s", self.progress.standing.stop_reason)
         with self._progress_bar() as bar, self._profiler():
             self._stop_if_asked()
             if self._evaluation_is_due() and self._unevaluated():

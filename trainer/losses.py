@@ -10,6 +10,8 @@ from pipelines import UserError, is_symbol, load_symbol
 
 LossFn = Callable[..., tf.Tensor]
 
+_TAKING_CLASSES = ("sparse_categorical_crossentropy", "circle")
+
 
 def make_loss_fn(name: str) -> LossFn:
     """Finds a loss.
@@ -17,7 +19,8 @@ def make_loss_fn(name: str) -> LossFn:
     Args:
       name: a keras.losses name such as huber, or module:function. A user's function is called with
         the labels as the dataset stores them, the outputs as the model returns them and, where it
-        has parameters of these names, `model` and `step`.
+        has parameters of these names, `model` and `step`. Those of Keras want classes one-hot
+        unless they `takes_classes`.
 
     Returns:
       A function of (labels, outputs, model, step) that returns float32 [batch].
@@ -43,12 +46,18 @@ def make_loss_fn(name: str) -> LossFn:
     return loss_fn
 
 
-def _keras_loss(name: str) -> LossFn:
-    functions = {
-        key: fn
-        for key, fn in vars(keras.losses).items()
-        if inspect.isfunction(fn) and key not in ("get", "serialize", "deserialize")
-    }
+def takes_classes(name: str) -> bool:
+    """Whether a loss is called with the numbers of classes, as stored, or with one-hot labels."""
+    return is_symbol(name) or _keras_key(name) in _TAKING_CLASSES
+
+
+def _keras_key(name: str) -> str:
+    """The name of the function in keras.losses.
+
+    Raises:
+      UserError: for an unknown name.
+    """
+    functions = _keras_functions()
     key = name.lower()
     if key not in functions:
         try:  # a short name such as mse, or a class such as MeanSquaredError: a function is behind
@@ -59,7 +68,19 @@ def _keras_loss(name: str) -> LossFn:
                 f"--loss={name}: unknown; choose one of {', '.join(sorted(functions))}, or "
                 "module:function"
             ) from None
-    fn = functions[key]
+    return key
+
+
+def _keras_functions() -> dict[str, LossFn]:
+    return {
+        key: fn
+        for key, fn in vars(keras.losses).items()
+        if inspect.isfunction(fn) and key not in ("get", "serialize", "deserialize")
+    }
+
+
+def _keras_loss(name: str) -> LossFn:
+    fn = _keras_functions()[_keras_key(name)]
 
     def loss_fn(labels, outputs):
         kwargs = {"from_logits": True} if "from_logits" in _parameters(fn) else {}
@@ -67,7 +88,14 @@ def _keras_loss(name: str) -> LossFn:
             # As rows: Keras losses average over the last axis, and [batch] against [batch, 1]
             # would broadcast to [batch, batch].
             labels, outputs = rows(labels), rows(outputs)
-        return tf.reduce_mean(rows(fn(labels, outputs, **kwargs)), axis=1)
+        try:
+            loss = fn(labels, outputs, **kwargs)
+        except (ValueError, TypeError, IndexError) as error:
+            raise UserError(
+                f"--loss={name}: does not fit labels {labels.shape} and outputs {outputs.shape}: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        return loss if loss.shape.rank == 0 else tf.reduce_mean(rows(loss), axis=1)
 
     return loss_fn
 

@@ -35,7 +35,7 @@ def summary_line(config: config_lib.TrainConfig, result: dict) -> str:
     parts = []
     evaluation = result["eval"]
     if evaluation:
-        skipped = ("step", "examples", "seconds", "weights", "skipped_records")
+        skipped = ("step", "examples", "seconds", "weights", "data", "skipped_records")
         metrics = [f"{k} {v:.4f}" for k, v in evaluation.items() if k not in skipped]
         parts.append(f"{', '.join(metrics)} on {evaluation['examples']} examples")
     if config.training:

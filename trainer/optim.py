@@ -115,7 +115,7 @@ def make_schedule(config: TrainConfig, rate: float, total_steps: int, steps_per_
     schedules = keras.optimizers.schedules
     name = config.lr_schedule
     if is_symbol(name):
-        schedule = call_symbol("lr_schedule", name, rate, total_steps)
+        schedule = call_symbol("lr_schedule", name, rate, steps)
         if not isinstance(schedule, (int, float, schedules.LearningRateSchedule)):
             raise UserError(
                 f"--lr_schedule={symbol_name(name)}: returned {type(schedule).__name__}, not a "
@@ -132,7 +132,8 @@ def make_schedule(config: TrainConfig, rate: float, total_steps: int, steps_per_
         every = config.lr_decay_steps or steps_per_epoch
         schedule = schedules.ExponentialDecay(rate, every, decay)
     else:  # piecewise: `check_names` knows no other
-        boundaries = list(config.lr_boundaries) or [steps // 2, steps * 3 // 4]
+        given = [boundary - config.warmup_steps for boundary in config.lr_boundaries]
+        boundaries = given or [steps // 2, steps * 3 // 4]
         drop = 0.1 if config.lr_decay_rate is None else config.lr_decay_rate
         values = [rate * drop**i for i in range(len(boundaries) + 1)]
         schedule = schedules.PiecewiseConstantDecay(boundaries, values)

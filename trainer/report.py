@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,13 @@ from trainer.storage import WRITE_ERRORS, Outage, write_atomically
 _log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+
+# What the rows say beside a loss and metrics, which therefore may not be called so.
+FIELDS = {
+    *("split", "step", "epoch", "examples", "seconds", "examples_per_sec", "input_wait"),
+    *("learning_rate", "grad_norm", "weight_norm", "update_ratio", "overflow_steps"),
+    *("weights", "data", "skipped_records"),
+}
 
 
 class Report:
@@ -64,8 +71,9 @@ class Report:
         return [row for row in rows if isinstance(row, dict) and "step" in row]
 
     def replace_eval(self, row: Row) -> None:
-        """Writes an evaluation row in the place of the one of the same step, if there is one."""
-        kept = [r for r in self.rows() if (r["split"], r["step"]) != ("eval", row["step"])]
+        """Writes an evaluation row in the place of one of the same data and step."""
+        same = ("split", "step", "data")
+        kept = [r for r in self.rows() if any(r.get(key) != row[key] for key in same)]
         write_atomically(self._path, "".join(json.dumps(r) + "\n" for r in [*kept, finite(row)]))
 
     def write(self, row: Row) -> None:
@@ -146,6 +154,17 @@ class Report:
         # Each further attempt would leave another empty file behind.
         self._events_outage.failed(self.events_dir, error, "this process writes no more events")
         self._tensorboard, self._writer = False, None
+
+
+def refuse_fields(names: Iterable[str], what: str) -> None:
+    """Refuses metrics called like a field of the rows.
+
+    Raises:
+      UserError: naming the first; `what` says where the metrics come from.
+    """
+    for name in names:
+        if name in FIELDS:
+            raise UserError(f"{what}: a metric may not be called {name!r}: rows have such a field")
 
 
 def finite(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -64,11 +64,14 @@ class Stepper:
         self._settings = GradientSettings.from_config(config, jit and not one_replica)
         self.jit = jit
         # AutoGraph is for users' code; ours needs none, and converting it costs a second or more.
-        options = {"autograph": task.has_user_code}
-        whole_loop = (jit and one_replica) or None
-        self._train = tf.function(self._train_steps, jit_compile=whole_loop, **options)
-        self._eval = tf.function(self._eval_steps, **options)
+        self._autograph = task.has_user_code
+        self._may_do_without_jit = config.jit_compile == "auto"
+        self._train = self._function(self._train_steps, (jit and one_replica) or None)
+        self._eval = self._function(self._eval_steps, None)
         self._traced = None
+
+    def _function(self, fn: Callable, jit: bool | None) -> Callable:
+        return tf.function(fn, jit_compile=jit, autograph=self._autograph)
 
     def train(self, chunk: Batch, first: int, count: int) -> Outcome:
         """Trains on batches [first, first + count) of a chunk of tensors [k, batch_size, ...]."""
@@ -92,12 +95,24 @@ class Stepper:
         except UserError:
             raise
         except Exception as error:
+            if self.jit and not evaluating and isinstance(error, tf.errors.OpError):
+                self._give_up_jit(error)
+                self._compile(element_spec, evaluating)
+                return
             if not self.task.has_user_code:
                 raise
             raise UserError(
                 f"tracing the step failed in --task, --model, --loss, --regularizer or --metrics: "
                 f"{reason(error)}"
             ) from error
+
+    def _give_up_jit(self, error: tf.errors.OpError) -> None:
+        # The first line names the operation, amid names of graphs and nodes.
+        why = re.sub(r"\[.*?\]|\{\{.*?\}\}", "", str(error).splitlines()[0])[:300]
+        if not self._may_do_without_jit:
+            raise UserError(f"--jit_compile=true: XLA cannot compile this step: {why}")
+        _log.info("jit_compile=auto: not used after all, XLA cannot compile this step: %s", why)
+        self.jit, self._train = False, self._function(self._train_steps, None)
 
     def _compile(self, element_spec: dict[str, tf.TensorSpec], evaluating: bool) -> None:
         chunk = {key: tf.zeros(spec.shape, spec.dtype) for key, spec in element_spec.items()}

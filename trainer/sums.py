@@ -3,8 +3,10 @@
 import tensorflow as tf
 
 from pipelines import UserError
+from trainer.report import refuse_fields
 
 _CAPACITY = 64
+_OWN = ("grad_norm", "examples")  # fields of the rows that come from here
 
 
 class MetricSums:
@@ -31,6 +33,8 @@ class MetricSums:
 
     def add(self, name: str, values: tf.Tensor, weights: tf.Tensor) -> None:
         """Adds values [n] with weights [n] (or two scalars) to the mean called `name`."""
+        if name not in _OWN:
+            refuse_fields([name], "--task")
         weights = tf.cast(weights, tf.float32)
         values = tf.cast(values, tf.float32)
         if values.shape != weights.shape:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipelines import UserError, is_symbol, load_symbol
+from pipelines import UserError, call_symbol, is_symbol, load_symbol
 from trainer import losses, models, optim
 from trainer.config import TrainConfig
 from trainer.tasks.base import Batch, Task, TaskContext, Update, Values, make_model
@@ -68,22 +68,27 @@ def make_task(context: TaskContext) -> Task:
     if name == "auto":
         name = "regression" if context.spec.num_classes is None else "classification"
     task = _task_class(name)(context)
-    task.build()
+    call_symbol("task", task.build)
     if not task.models or not task.updates:
         raise UserError(f"--task={name}: build() must add a model and an update")
     return task
 
 
-def set_learning_rates(task: Task) -> None:
-    """Puts --learning_rate in force after a restore, which brings back the saved one."""
-    rate = task.config.learning_rate
-    for update in task.updates:
-        optimizer = update.optimizer
-        scheduled = isinstance(
-            optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
-        )
-        if rate is not None and not scheduled:
-            optimizer.learning_rate = rate
+def learning_rates(task: Task) -> list[float | None]:
+    """The rate of each update's optimizer, None where a schedule gives it."""
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    optimizers = [update.optimizer for update in task.updates]
+    return [
+        None if isinstance(o._learning_rate, schedule) else float(o.learning_rate.numpy())
+        for o in optimizers
+    ]
+
+
+def set_learning_rates(task: Task, rates: list[float | None]) -> None:
+    """Gives the optimizers what `learning_rates` returned earlier."""
+    for update, rate in zip(task.updates, rates, strict=True):
+        if rate is not None:
+            update.optimizer.learning_rate = rate
 
 
 def model_variables(task: Task) -> dict[str, tf.Variable]:
@@ -93,6 +98,19 @@ def model_variables(task: Task) -> dict[str, tf.Variable]:
         for name, model in task.models.items()
         for index, variable in enumerate(model.variables)
     }
+
+
+def own_variables(task: Task) -> dict[str, tf.Variable]:
+    """The variables that are attributes of a task, alone or in lists and dictionaries."""
+    found = {}
+    for name, value in vars(task).items():
+        leaves = value.values() if isinstance(value, dict) else value
+        leaves = leaves if isinstance(value, (dict, list, tuple)) else [value]
+        for index, leaf in enumerate(leaves):
+            variable = leaf.value if isinstance(leaf, keras.Variable) else leaf
+            if isinstance(variable, tf.Variable) and variable is not task.step:
+                found[f"task.{name}.{index:03d}"] = variable
+    return found
 
 
 def warm_start(task: Task, source: str) -> None:

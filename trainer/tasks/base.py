@@ -71,6 +71,8 @@ class Task:
 
     Everything else is generic: distribution, compilation, the loop, checkpoints, clock, reports.
     A training step runs `updates` in their order, each seeing what those before it have changed.
+    Variables that `build` makes attributes of the task, alone or in a list or dictionary, are saved
+    under these names, and are there again when a run is resumed, evaluated or exported.
 
     Attributes:
       config, spec, total_steps, steps_per_epoch, data, report: the context.
@@ -80,6 +82,7 @@ class Task:
     """
 
     best_metric = "loss"  # the evaluation metric that chooses the best checkpoint
+    lower_is_better: tuple[str, ...] = ()  # metrics, beside those whose name holds loss, error, ...
     evaluates_untrained = False  # whether there is an evaluation at step 0 too
 
     def __init__(self, context: TaskContext):
@@ -159,6 +162,8 @@ class Task:
           name: see `Update`.
           penalty_fn: see `Update`; None: the model's own regularisation losses.
         """
+        if name in [update.name for update in self.updates]:
+            raise UserError(f"--task: there is an update {name!r} already: give each a name")
         optimizer = optimizer or optim.make_optimizer(
             self.config, self.total_steps, self.steps_per_epoch
         )

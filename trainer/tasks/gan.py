@@ -37,6 +37,7 @@ class Gan(base.Task):
     """
 
     best_metric = "score"
+    lower_is_better = ("score",)
     evaluates_untrained = True
 
     def build(self) -> None:

@@ -1,26 +1,34 @@
 """Classification and regression: one model, one optimizer, one loss per example."""
 
+import logging
+from collections.abc import Callable
+
+import keras
 import tensorflow as tf
 
 from pipelines import UserError, load_symbol, symbol_name
 from trainer import export, losses
+from trainer.report import refuse_fields
 from trainer.tasks import base
+
+_log = logging.getLogger(__name__)
 
 
 class Supervised(base.Task):
     """What classification and regression share."""
 
     default_loss: str
+    own_metrics: tuple[str, ...]
 
     def build(self) -> None:
         config = self.config
+        self._metric_fns = self._load_metrics()
         self.model = self.add_model("model", base.make_model(config, self.spec))
         self._check_output()
+        unsavable = config.export and export.why_not_keras(self.model)
+        if unsavable:
+            _log.warning("export/ will hold saved_model alone, no model.keras: %s", unsavable)
         self._loss_fn = losses.make_loss_fn(config.loss or self.default_loss)
-        self._metric_fns = {
-            symbol_name(name).rpartition(":")[2]: load_symbol("metrics", name)
-            for name in config.metrics
-        }
         self._regularizer = config.regularizer and load_symbol("regularizer", config.regularizer)
         self.add_update(self.loss, self.model, penalty_fn=self.penalty)
 
@@ -71,18 +79,29 @@ class Supervised(base.Task):
         """What the exported model returns for its outputs."""
         raise NotImplementedError
 
+    def _load_metrics(self) -> dict[str, Callable]:
+        found = {}
+        for name in self.config.metrics:
+            fn = load_symbol("metrics", name)
+            called = symbol_name(name).rpartition(":")[2]
+            if called in (*found, *self.own_metrics, "loss"):
+                raise UserError(f"--metrics={symbol_name(name)}: there is a {called!r} already")
+            found[called] = fn
+        refuse_fields(found, "--metrics")
+        return found
+
     def _check_output(self) -> None:
         name, inputs = symbol_name(self.config.model), tuple(self.spec.input_shape)
         try:
-            outputs = self.model.compute_output_shape((1, *inputs))
+            outputs = self.model.compute_output_spec(keras.KerasTensor((1, *inputs)))
         except Exception as error:  # a user's model: whatever it raises
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"--model={name}: takes no inputs of shape {inputs}: {reason}"
             ) from error
-        if not isinstance(outputs, tuple) or any(isinstance(n, tuple) for n in outputs):
+        if not isinstance(outputs, keras.KerasTensor):
             raise UserError(f"--model={name}: must return one tensor, not {outputs}")
-        shape, expected = outputs[1:], self.spec.output_shape
+        shape, expected = tuple(outputs.shape[1:]), self.spec.output_shape
         if shape != expected and not (shape == (1,) and expected == ()):
             raise UserError(
                 f"--model={name}: outputs shape {shape} where {self.spec.label_key!r} needs "
@@ -94,6 +113,7 @@ class Classification(Supervised):
     """Labels are classes, outputs logits [batch, num_classes]."""
 
     best_metric = "accuracy"
+    own_metrics = ("accuracy",)
     default_loss = "sparse_categorical_crossentropy"
 
     def build(self) -> None:
@@ -135,9 +155,11 @@ class Classification(Supervised):
         return self._cross_entropy(targets, outputs), self.metrics(batch, outputs)
 
     def loss_per_example(self, batch: base.Batch, outputs: tf.Tensor) -> tf.Tensor:
+        one_hot = self._one_hot(batch)
         if not self.config.loss:
-            return self._cross_entropy(self._one_hot(batch), outputs)
-        return super().loss_per_example(batch, outputs) * self._weights(self._one_hot(batch))
+            return self._cross_entropy(one_hot, outputs)
+        labels = self.labels(batch) if losses.takes_classes(self.config.loss) else one_hot
+        return self._loss_fn(labels, outputs, self.model, self.step) * self._weights(one_hot)
 
     def _one_hot(self, batch: base.Batch) -> tf.Tensor:
         """float32 [batch, num_classes]."""
@@ -168,6 +190,7 @@ class Regression(Supervised):
     """Labels are numbers, outputs predictions of their shape."""
 
     best_metric = "loss"
+    own_metrics = ("mse", "mae")
     default_loss = "mean_squared_error"
 
     def build(self) -> None:
