@@ -105,10 +105,10 @@ class Loop:
         self.progress = Progress.from_state(state["progress"])
         self.clock.restore(state["clock"])
         if self.config.training:  # by other flags it may stop elsewhere now
-            standing, longer = self.progress.standing, self.task.total_steps
-            goes_on = self.progress.total_steps != longer
-            standing.stop_reason = None if goes_on else self._judge.reason_to_stop(standing)
-            self.progress.total_steps = longer
+            standing, total_steps = self.progress.standing, self.task.total_steps
+            same_end = self.progress.total_steps == total_steps
+            standing.stop_reason = self._judge.reason_to_stop(standing) if same_end else None
+            self.progress.total_steps = total_steps
         self._use_data_order_of_rollback()
 
     def roll_back(self, rollbacks: int) -> None:
