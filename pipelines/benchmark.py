@@ -184,7 +184,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
         if name in swept:
             raise UserError(f"--sweep={text}: {name!r} is named twice")
         try:
-            swept[name] = next(csv.reader([listed], strict=True), [""])
+            swept[name] = next(csv.reader([listed], strict=True)) or [""]
         except csv.Error as error:
             raise UserError(f"--sweep={text}: {listed!r} is no list: {error}") from None
         if len(set(swept[name])) < len(swept[name]):

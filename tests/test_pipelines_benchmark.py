@@ -157,6 +157,7 @@ def test_a_table_for_people(run):
         (['--sweep=augment="flip,crop'], "is no list: unexpected end of data"),
         (["--sweep=batch_size=8,8"], "'batch_size' takes a value twice"),
         (["--sweep=batch_size=8,many"], "flag --batch_size=many: invalid literal"),
+        (["--sweep=batch_size="], "flag --batch_size=: invalid literal"),
         (["--sweep=batch_size=8,9000"], "--batch_size=9000 is larger than the 90 examples"),
         (["--sweep=reader=disk"], "--reader=disk"),
         (["--repeats=0"], "--repeats"),
@@ -192,6 +193,7 @@ def test_sweeps_of_values_with_commas():
         "augment": ["", "flip", "flip,crop"],
         "seed": ["1"],
     }
+    assert benchmark.parse_sweep("augment=;seed=1") == {"augment": [""], "seed": ["1"]}
 
 
 # What is measured.
