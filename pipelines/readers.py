@@ -107,15 +107,25 @@ def count_classes(records: Records, label_key: str) -> int:
 
     Reads every record once, without decoding more than the label.
     """
-    spec = {label_key: tf.io.FixedLenFeature([], tf.int64)}
     largest = -1
     for start in range(0, records.num_examples, 4096):
         positions = np.arange(start, min(start + 4096, records.num_examples))
-        raw = [record for record in records.read(positions) if record]
-        if not raw:
-            continue
-        labels = tf.io.parse_example(tf.constant(raw), spec)[label_key].numpy()
-        if labels.min() < 0:
+        labels = _labels(records, positions, label_key)
+        if np.any(labels < 0):
             return 0
-        largest = max(largest, int(labels.max()))
+        largest = max(largest, int(labels.max(initial=-1)))
     return largest + 1
+
+
+def _labels(records: Records, positions: np.ndarray, label_key: str) -> np.ndarray:
+    """int64 [at most m]: labels of the records that hold one; the others are noted as bad."""
+    raw = [record for record in records.read(positions) if record]
+    spec = {label_key: tf.io.FixedLenFeature([], tf.int64)}
+    try:
+        return tf.io.parse_example(tf.constant(raw, tf.string), spec)[label_key].numpy()
+    except (tf.errors.OpError, UnicodeDecodeError):  # the latter: of a message with bytes
+        if len(positions) == 1:
+            records.bad.note(int(positions[0]), "it cannot be decoded")
+            return np.zeros(0, np.int64)
+    halves = np.array_split(positions, 2)
+    return np.concatenate([_labels(records, half, label_key) for half in halves])

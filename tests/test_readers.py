@@ -7,6 +7,7 @@ import os
 import pathlib
 
 import builders
+import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -287,12 +288,16 @@ def damaged(prepare, tmp_path):
     return copy
 
 
+def start_of_record(data, number):
+    at = 0
+    for _ in range(number):
+        at += int.from_bytes(data[at : at + 8], "little") + 16
+    return at
+
+
 def flip_a_byte_of_record(number):
     def damage(data):
-        at = 0
-        for _ in range(number):
-            at += int.from_bytes(data[at : at + 8], "little") + 16
-        at += 40
+        at = start_of_record(data, number) + 40
         return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
 
     return damage
@@ -400,6 +405,33 @@ def test_impossible_labels(prepare, reader):
 def test_labels_that_are_plain_integers_are_counted(prepare):
     for reader in READERS:
         assert load(prepare(Counted, 2), reader=reader).spec.num_classes == 5
+
+
+def fill_record(number, byte):
+    """Replaces the payload of a record, with the checksum that becomes it."""
+
+    def damage(data):
+        at = start_of_record(data, number)
+        payload = byte * int.from_bytes(data[at : at + 8], "little")
+        crc = google_crc32c.value(payload)
+        crc = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+        end = at + 12 + len(payload)
+        return data[: at + 12] + payload + crc.to_bytes(4, "little") + data[end + 4 :]
+
+    return damage
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("byte", [b"x", b"\xff"])
+def test_records_that_are_no_examples_are_not_counted_as_labels(damaged, reader, byte, caplog):
+    folder = damaged(Counted, fill_record(3, byte))
+    fields = {"reader": reader, "drop_remainder": False}
+    message = refusal(lambda: visit(load(folder, **fields).train))
+    assert "train.tfrecord-00001-of-00003, record 3: it cannot be decoded" in message
+    data = load(folder, on_bad_record="skip", **fields)
+    visit(data.train)
+    assert data.spec.num_classes == 5 and data.train.skipped_records == 1
+    assert caplog.text.count("record 3: it cannot be decoded") == 1
 
 
 def test_a_users_error_inside_the_pipeline_is_one_line(prepare):
