@@ -10,6 +10,7 @@ from typing import Any
 _EXPORTS = {
     "Data": "pipeline",
     "DataConfig": "config",
+    "EvaluationView": "images",
     "FlagDefiner": "definer",
     "INDEX": "pipeline",
     "Pipeline": "pipeline",

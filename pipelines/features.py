@@ -30,6 +30,8 @@ class Spec:
       output_shape: shape of one output: (num_classes,) logits, or the label's shape.
       is_image: whether the input is an image [height, width, channels].
       feature_keys: every entry of a batch that comes from the dataset.
+      stored_shape: shape of one input as the dataset stores it: an image's height and width are
+        None where they vary.
     """
 
     input_key: str
@@ -42,6 +44,12 @@ class Spec:
     output_shape: tuple[int, ...]
     is_image: bool
     feature_keys: tuple[str, ...]
+    stored_shape: tuple[int | None, ...]
+
+    @property
+    def varies_in_size(self) -> bool:
+        """Whether inputs are images whose height and width are each image's own."""
+        return None in self.stored_shape
 
     def with_classes(self, num_classes: int | None) -> "Spec":
         """The same data with an integer label as one of `num_classes` classes."""
@@ -130,11 +138,6 @@ def usable_features(info: tfds.core.DatasetInfo, input_key: str, label_key: str)
     return {input_key: features[input_key], **extra, label_key: features[label_key]}
 
 
-def varies_in_size(feature: Any) -> bool:
-    """Whether a feature is of images whose height and width are each image's own."""
-    return isinstance(feature, tfds.features.Image) and None in feature.shape
-
-
 def make_spec(
     info, input_key: str, label_key: str, features: dict[str, Any], image_size: int | None
 ) -> Spec:
@@ -149,10 +152,11 @@ def make_spec(
         raise UserError(
             f"--image_size: {input_key!r} of {info.name} is no image but {_describe_one(source)}"
         )
-    if varies_in_size(source) and not image_size:
+    stored_shape = tuple(source.shape)
+    if None in stored_shape and not image_size:
         image_size = _DEFAULT_IMAGE_SIZE
         _log.info("images vary in size: shown at %d pixels (--image_size)", image_size)
-    shape = (image_size, image_size, source.shape[-1]) if image_size else tuple(source.shape)
+    shape = (image_size, image_size, stored_shape[-1]) if image_size else stored_shape
     is_class = isinstance(target, tfds.features.ClassLabel)
     named = is_class and target.num_classes is not None and target.names is not None
     num_classes = target.num_classes if is_class else None
@@ -168,6 +172,7 @@ def make_spec(
         output_shape=(num_classes,) if num_classes else label_shape,
         is_image=is_image,
         feature_keys=tuple(features),
+        stored_shape=stored_shape,
     )
 
 

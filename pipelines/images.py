@@ -12,6 +12,7 @@ import math
 
 import tensorflow as tf
 
+from pipelines.features import Spec
 from pipelines.randomness import salted, uniform
 
 REDUCTIONS = (1, 2, 4, 8)
@@ -49,6 +50,61 @@ class View:
         if self.flip_salt is None:
             return tf.zeros([seeds.shape[0]], tf.bool)
         return flips(salted(seeds, self.flip_salt))
+
+
+class EvaluationView:
+    """Images from elsewhere as evaluation shows those of a dataset; graph code.
+
+    Those of a dataset whose images vary in size are shown through the window in the centre, others
+    whole.
+    """
+
+    def __init__(self, spec: Spec):
+        """Takes the spec of the dataset's images."""
+        self._image = tf.TensorSpec(spec.input_shape, spec.input_dtype)
+        self._centers = spec.varies_in_size
+
+    def of_encoded(self, encoded: tf.Tensor) -> tf.Tensor:
+        """[m, *input_shape] of encoded images (string [m]) of uint8 or uint16.
+
+        Raises:
+          tf.errors.InvalidArgumentError: when run on what is no image, or one of too many pixels.
+        """
+        encoded, image = refuse_huge(encoded), self._image
+        if self._centers:
+            shapes = shapes_of(encoded)
+            windows = center_windows(within_limit(shapes, shapes))
+            return decode_windows(encoded, windows, tf.zeros_like(windows[:, 0], tf.bool), image)
+
+        def whole(data):
+            pixels = tf.io.decode_image(data, image.shape[-1], image.dtype, expand_animations=False)
+            return resize(pixels, image)
+
+        return tf.map_fn(whole, encoded, fn_output_signature=image)
+
+    def of_pixels(self, pixels: tf.Tensor) -> tf.Tensor:
+        """[m, *input_shape] of images [m, height, width, channels] of any one size.
+
+        Images of the model's size, such as a pipeline's batches, are taken as they are. Where sizes
+        vary, what was a JPEG looks only nearly as in evaluation, which decodes no more of it than
+        it shows.
+        """
+        image = self._image
+        if pixels.shape[1:] == image.shape:
+            return pixels
+        as_they_are = tf.reduce_all(tf.shape(pixels)[1:3] == image.shape[:2])
+        return tf.cond(
+            as_they_are,
+            lambda: tf.ensure_shape(pixels, [None, *image.shape]),
+            lambda: tf.map_fn(self._of_one, pixels, fn_output_signature=image),
+        )
+
+    def _of_one(self, pixels: tf.Tensor) -> tf.Tensor:
+        if self._centers:
+            windows = center_windows(tf.shape(pixels)[None, :2])
+            reduction = reductions(windows, self._image.shape[:2])[0]
+            pixels = shrink(cut(pixels, windows[0]), reduction)
+        return resize(pixels, self._image)
 
 
 def flips(seeds: tf.Tensor) -> tf.Tensor:

@@ -115,9 +115,7 @@ class _Loader:
         keys = features_lib.choose_keys(info, config.input_key, config.label_key)
         self._features = features_lib.usable_features(info, *keys)
         self.spec = features_lib.make_spec(info, *keys, self._features, config.image_size)
-        stored = self._features[self.spec.input_key]
-        self._varying = features_lib.varies_in_size(stored)
-        self._stored_shape = tuple(stored.shape)
+        self._varying = self.spec.varies_in_size
         augment_lib.check_names(config.augment, self.spec, self._varying)
         self.mixes = [name for name in config.augment if name in mix.MIXES]
         self._crops = augment_lib.RANDOM_CROP in config.augment
@@ -179,7 +177,7 @@ class _Loader:
             flip_salt = augment_lib.flip_salt(self._config.augment) if training else None
             view = images.View(spec.input_shape[:2], training and self._crops, flip_salt)
         elif training and self._crops:
-            spec = dataclasses.replace(spec, input_shape=self._stored_shape)
+            spec = dataclasses.replace(spec, input_shape=spec.stored_shape)
         decoder = Decoder(self._features, self._builder.info, spec, view, records and records.bad)
         if records is None:
             return SyntheticReader(decoder.types, spec, split.num_examples)

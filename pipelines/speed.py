@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipelines import advice, baselines, features, graph_model, machine, memory, quality, source
+from pipelines import advice, baselines, graph_model, machine, memory, quality
 from pipelines.config import DataConfig
 from pipelines.errors import UserError
 from pipelines.measure import DeviceFeed, Length, Subject, Turn, take_turns
@@ -216,7 +216,7 @@ def _advice(
         headroom=1 + whole["idle_cores"] / used_cores,
         chunk_steps=first.pipeline.chunking().chunk_steps,
         fits_in_memory=_fits_in_memory(first),
-        varying=_varies(first),
+        varying=first.pipeline.spec.varies_in_size,
     )
     loaded, ideas = {first.config: first}, []
     for idea in advice.candidates(found):
@@ -233,11 +233,6 @@ def _advice(
         return [[turn.rate for turn in its_turns] for its_turns in turns]
 
     return advice.try_out(first.config, ideas, rates, settings.repeats)
-
-
-def _varies(variant: Variant) -> bool:
-    stored = source.open_builder(variant.config).info.features[variant.pipeline.spec.input_key]
-    return features.varies_in_size(stored)
 
 
 def _fits_in_memory(variant: Variant) -> bool:

@@ -3,10 +3,12 @@
 Examples lie on disk in the order of their numbers, so that an example's `id` is its position.
 """
 
+import io
 import os
 import signal
 
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
 
 F = tfds.features
@@ -121,6 +123,36 @@ Colours16 = builder(
     },
     lambda i: {"image": _picture(i, (8, 6, 3), 65535, np.uint16), "label": i % 3},
     {"train": 24, "test": 9},
+    keys=_BOTH,
+)
+Wide = builder(
+    "wide",
+    {
+        "image": F.Image(shape=(12, 16, 3), encoding_format="jpeg"),
+        "label": F.ClassLabel(num_classes=3),
+    },
+    lambda i: {"image": _picture(i, (12, 16, 3)), "label": i % 3},
+    {"train": 24, "test": 12},
+    keys=_BOTH,
+)
+_SIZES = ((16, 16), (9, 12), (20, 47), (150, 70), (70, 151), (130, 131))
+
+
+def _of_its_own_size(i):
+    """PNG and JPEG in turns."""
+    picture = _picture(i, (*_SIZES[i // 2 % len(_SIZES)], 3))
+    encode = tf.io.encode_jpeg if i % 2 else tf.io.encode_png
+    return {"image": io.BytesIO(encode(picture).numpy()), "label": i % 3}
+
+
+Sizes = builder(
+    "sizes",
+    {
+        "image": F.Image(shape=(None, None, 3), encoding_format="png"),
+        "label": F.ClassLabel(num_classes=3),
+    },
+    _of_its_own_size,
+    {"train": 12, "test": 12},
     keys=_BOTH,
 )
 SortedByClass = builder(

@@ -26,7 +26,8 @@ def pictures(shape=(12, 16, 3), count=M, dtype=np.uint8):
 
 
 def spec_of(shape, dtype="uint8"):
-    return Spec("image", shape, dtype, "label", (), 3, None, (3,), True, ("image", "label"))
+    keys = ("image", "label")
+    return Spec("image", shape, dtype, "label", (), 3, None, (3,), True, keys, shape)
 
 
 def augment_fn(names, shape=(12, 16, 3), crops=False):

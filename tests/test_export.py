@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import builders
 import keras
 import numpy as np
 import parts
 import pytest
 import tensorflow as tf
+import tensorflow_datasets as tfds
 from conftest import words
 
 import pipelines
@@ -113,6 +115,45 @@ def test_keras_file_is_the_bare_model(exported, name):
     model = keras.saving.load_model(run.dir / "export/model.keras", compile=False, safe_mode=True)
     scaled = pipelines.to_model_input(tf.constant(raw))
     np.testing.assert_allclose(model(scaled).numpy(), outputs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size"), [("Wide", None), ("Wide", 8), ("Colours16", 7), ("Sizes", 16)]
+)
+def test_images_are_shown_as_in_evaluation(command, data_dir, dataset, size):
+    flags = [f"--dataset=builders:{dataset}", *([f"--image_size={size}"] if size else [])]
+    run = command(*COMMON, *flags, "--model=parts:linear", "--num_devices=1")
+    config = pipelines.DataConfig(
+        dataset=f"builders:{dataset}", data_dir=str(data_dir), image_size=size, eval_batch_size=12
+    )
+    data = pipelines.load_data(config, training=False)
+    batch = next(iter(data.evaluation.batches(num_epochs=1)))
+    stored = stored_images(data_dir, dataset)
+    shown = batch["image"][: len(stored)]
+    logits = parts.PROBE["model"](pipelines.to_model_input(shown), training=False)
+    expected = tf.nn.softmax(logits).numpy()
+    serve = tf.saved_model.load(str(run.dir / "export/saved_model")).signatures
+
+    def check(served, rows):
+        np.testing.assert_allclose(served["probabilities"], expected[rows], atol=1e-6)
+        np.testing.assert_array_equal(served["class"], expected[rows].argmax(1))
+
+    shown_again = pipelines.EvaluationView(data.spec).of_encoded(tf.constant(stored))
+    np.testing.assert_array_equal(shown_again, shown)
+    check(serve["serve_encoded"](encoded=tf.constant(stored)), slice(None))
+    check(serve["serving_default"](image=shown), slice(None))
+    for i, encoded in enumerate(stored):
+        pixels = tf.io.decode_image(encoded, dtype=shown.dtype)[None]
+        is_varying_jpeg = dataset == "Sizes" and i % 2
+        if not is_varying_jpeg and (pixels.shape[1:] != shown.shape[1:] or not size):
+            check(serve["serving_default"](image=pixels), slice(i, i + 1))
+
+
+def stored_images(data_dir, dataset):
+    """The test split's images as they are encoded."""
+    builder = getattr(builders, dataset)(data_dir=data_dir)
+    skip = {"image": tfds.decode.SkipDecoding()}
+    return [row["image"].numpy() for row in builder.as_dataset(split="test", decoders=skip)]
 
 
 def test_export_again_from_the_checkpoint(exported, command):

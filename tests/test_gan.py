@@ -87,6 +87,7 @@ def linear_task(penalty, weight=None, seed=0):
         output_shape=(3,),
         is_image=True,
         feature_keys=("image", "label"),
+        stored_shape=(4, 4, 1),
     )
     return make_task(TaskContext(config, spec))
 

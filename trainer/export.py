@@ -6,7 +6,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from pipelines import Spec, to_model_input
+from pipelines import EvaluationView, Spec, to_model_input
 from trainer.replicas import whole
 
 PredictFn = Callable[[tf.Tensor], dict[str, tf.Tensor]]
@@ -75,7 +75,10 @@ class _Serving:
     def signatures(self) -> dict[str, Callable]:
         """`serving_default` and, for images, `serve_encoded`."""
         spec = self._spec
-        raw = tf.TensorSpec([None, *spec.input_shape], spec.input_dtype, name=spec.input_key)
+        shape = spec.input_shape
+        if shape != spec.stored_shape:  # images of any size, for a batch may have either
+            shape = (None, None, shape[-1])
+        raw = tf.TensorSpec([None, *shape], spec.input_dtype, name=spec.input_key)
         found = {"serving_default": tf.function(self._serve).get_concrete_function(raw)}
         if spec.is_image and spec.input_dtype in ("uint8", "uint16"):
             encoded = tf.TensorSpec([None], tf.string, name="encoded")
@@ -83,23 +86,10 @@ class _Serving:
         return found
 
     def _serve(self, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        if self._spec.is_image:
+            inputs = EvaluationView(self._spec).of_pixels(inputs)
         outputs = self._model(to_model_input(inputs), training=False)
         return self._predictions(tf.cast(outputs, tf.float32))
 
     def _serve_encoded(self, encoded: tf.Tensor) -> dict[str, tf.Tensor]:
-        height, width, channels = self._spec.input_shape
-        dtype = tf.as_dtype(self._spec.input_dtype)
-
-        def decode(content):
-            image = tf.io.decode_image(content, channels, dtype=dtype, expand_animations=False)
-            image.set_shape([None, None, channels])
-            same = tf.reduce_all(tf.equal(tf.shape(image)[:2], [height, width]))
-            resized = tf.cond(same, lambda: image, lambda: _resize(image, height, width))
-            return tf.ensure_shape(resized, [height, width, channels])
-
-        return self._serve(tf.map_fn(decode, encoded, fn_output_signature=dtype))
-
-
-def _resize(image: tf.Tensor, height: int, width: int) -> tf.Tensor:
-    resized = tf.image.resize(image, [height, width], antialias=True)
-    return tf.cast(tf.clip_by_value(tf.round(resized), 0, image.dtype.max), image.dtype)
+        return self._serve(EvaluationView(self._spec).of_encoded(encoded))
