@@ -149,7 +149,10 @@ def guarded(fn: Callable, inputs: tuple[tf.Tensor, ...], types: dict[str, tf.Ten
 
     inputs = tf.data.Dataset.from_tensors(inputs)
     attempts = inputs.map(whole).ignore_errors().concatenate(inputs.map(one_by_one))
-    return attempts.take(1).get_single_element()
+    options = tf.data.Options()  # to rewrite a graph of one element would only take time
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    return attempts.take(1).with_options(options).get_single_element()
 
 
 class _RowByRow:

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import pathlib
+import sys
 
 import builders
 import google_crc32c
@@ -497,8 +498,8 @@ def test_what_cannot_be_honoured_is_refused(prepare, monkeypatch):
     assert "--image_size" in refusal(lambda: load(prepare(Counted), image_size=8))
     both = {"augment": ("rrc", "center")}
     assert "exclude" in refusal(lambda: load(prepare(Photos), **both))
-    monkeypatch.setitem(__import__("sys").modules, "array_record.python", None)
     folder = prepare(Small, 5, "array_record")
+    monkeypatch.setitem(sys.modules, "array_record.python", None)
     assert "pip install array_record" in refusal(lambda: load(folder))
 
 
