@@ -262,6 +262,7 @@ CHANGES = {
     "label_smoothing": "0.1",
     "dataset": "builders:Many",
     "reader": "stream",
+    "metrics": "parts:class_number",
 }
 
 

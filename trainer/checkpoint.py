@@ -175,22 +175,6 @@ class CheckpointStore:
             path.unlink(missing_ok=True)
 
 
-def check_identity(saved: dict[str, Any], current: dict[str, Any], where: str) -> None:
-    """Refuses to go on with settings that would change what the run means.
-
-    Raises:
-      UserError: naming the first setting that differs.
-    """
-    current = json.loads(json.dumps(current))
-    for name, value in current.items():
-        if name in saved and saved[name] != value:
-            what = name if "(" in name else f"--{name}"
-            raise UserError(
-                f"{what}: {where} was trained with {saved[name]!r}, not {value!r}: use that, or "
-                "another --model_dir"
-            )
-
-
 def _signed(content: dict[str, Any]) -> dict[str, Any]:
     """The same with a checksum of itself."""
     text = json.dumps(content, sort_keys=True)

@@ -21,9 +21,8 @@ from pipelines import (
     load_data,
     load_symbol,
     machine,
-    symbol_name,
 )
-from trainer import checkpoint, evaluation, loop, model_dir, storage, strategy, tasks
+from trainer import evaluation, identity, loop, model_dir, storage, strategy, tasks
 from trainer.checkpoint import CheckpointStore
 from trainer.clock import Clock
 from trainer.config import TrainConfig, define_flags
@@ -34,27 +33,6 @@ from trainer.step import Stepper, reason
 _log = logging.getLogger(__name__)
 
 _PROCESS_START = time.time()
-
-# What a resumed run must share with its checkpoint; the rest is honoured as newly given.
-_IDENTITY_OF_MODEL = (
-    "task",
-    "model",
-    "hidden_units",
-    "mixed_precision_policy",
-    "ema_decay",
-    "latent_dim",
-)
-_IDENTITY_OF_TRAINING = (
-    *_IDENTITY_OF_MODEL,
-    *("gan_penalty", "gan_penalty_weight"),
-    *("loss", "regularizer", "label_smoothing", "class_weights", "l2", "freeze"),
-    *("optimizer", "lr_schedule", "warmup_steps", "momentum", "weight_decay"),
-    *("grad_clip_norm", "grad_clip_norm_per_variable", "grad_clip_value"),
-)
-_IDENTITY_OF_DATA = (
-    *("train_split", "input_key", "label_key", "image_size", "augment", "seed"),
-    *("batch_size", "shuffle", "drop_remainder"),
-)
 
 
 @dataclasses.dataclass
@@ -125,28 +103,8 @@ class Job:
             raise UserError(f"--model_dir={self.model_dir}: holds no checkpoint to read")
         if manifest:
             where = f"checkpoint {manifest['step']} in {self.model_dir}"
-            checkpoint.check_identity(manifest["identity"], self._identity_of_flags(), where)
+            identity.check(manifest["identity"], identity.of_flags(config, self.data_config), where)
         return manifest
-
-    def _identity_of_flags(self) -> dict[str, Any]:
-        names = _IDENTITY_OF_TRAINING if self.config.training else _IDENTITY_OF_MODEL
-        if self.config.ema_decay is not None:  # the optimizer holds the averages
-            names = (*names, "optimizer")
-        identity = {name: symbol_name(getattr(self.config, name)) for name in names}
-        if self.config.training:
-            identity |= {name: getattr(self.data_config, name) for name in _IDENTITY_OF_DATA}
-            identity["augment"] = [symbol_name(name) for name in self.data_config.augment]
-        return identity
-
-    def _identity(self) -> dict[str, Any]:
-        train = self.data.train
-        return {
-            **self._identity_of_flags(),
-            "dataset": f"{self.data.name}:{self.data.version}",
-            # What several flags come to.
-            "training examples (--train_split, --eval_split, --mode)": train.num_examples,
-            "shuffle window (--reader, --shuffle_window)": train.order.window or "none",
-        }
 
     def _load_data(self, manifest: dict[str, Any] | None) -> Data:
         config = self.data_config
@@ -219,7 +177,7 @@ class Job:
         if manifest:
             where = f"checkpoint {manifest['step']} in {self.model_dir}"
             if self.config.training:
-                checkpoint.check_identity(manifest["identity"], self._identity(), where)
+                identity.check(manifest["identity"], self._identity(), where)
             self._restore(manifest)
             return
         self.report.rewind(-1)  # to before what a run said that was killed without a checkpoint
@@ -269,6 +227,9 @@ class Job:
         if rate is not None and rate != saved:
             tasks.set_learning_rates(self.task, self._built_rates)
             _log.info("--learning_rate=%g from here on, %s before", rate, saved or "another")
+
+    def _identity(self) -> dict[str, Any]:
+        return identity.of_run(self.config, self.data_config, self.data)
 
     # Doing.
 
