@@ -30,6 +30,7 @@ _EXPORTS = {
     "make_mix_fn": "mix",
     "mixup": "mix",
     "plots": "plots",
+    "randomness": "randomness",
     "symbol_name": "symbols",
     "tables": "tables",
     "to_model_input": "features",

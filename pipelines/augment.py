@@ -50,8 +50,8 @@ def check_names(names: Sequence[str], spec: Spec, varying: bool) -> None:
             )
         if not spec.is_image:
             raise UserError(
-                f"--augment={name}: works on images, but {spec.input_key!r} has shape "
-                f"{spec.input_shape}"
+                f"--augment={name}: works on images, but {spec.input_key!r}, of shape "
+                f"{spec.input_shape}, is no TFDS Image"
             )
         if name in _NEED_WHOLE_RANGE and not tf.as_dtype(spec.input_dtype).is_integer:
             raise UserError(f"--augment={name}: works on integer pixels, not {spec.input_dtype}")

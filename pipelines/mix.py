@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from pipelines.randomness import salted, uniform
+
 MIXES = ("mixup", "cutmix")
 
 _MIXUP_ALPHA = 0.2  # Zhang et al. 2018, for ImageNet
@@ -30,7 +32,7 @@ def make_mix_fn(names: Sequence[str]) -> MixFn | None:
         return fns[0] if fns else None
 
     def one_of(inputs, labels, seed):
-        drawn = tf.cast(tf.floor(_uniform(seed, 9, []) * len(fns)), tf.int32)
+        drawn = tf.cast(tf.floor(_uniform(seed, 9, 1) * len(fns)), tf.int32)
         # Both, and then a choice: a branch on the device would cost more than a mix.
         results = [fn(inputs, labels, seed) for fn in fns]
         return tuple(tf.gather(tf.stack(options), drawn) for options in zip(*results, strict=True))
@@ -52,7 +54,7 @@ def mixup(
     Returns:
       (inputs, labels) of the same shapes and types.
     """
-    weight = _beta(_uniform(seed, 1, []), alpha)
+    weight = _beta(_uniform(seed, 1, 1), alpha)
     return _blend(inputs, weight), _blend(labels, weight)
 
 
@@ -71,7 +73,7 @@ def cutmix(
       (inputs, labels) of the same shapes and types.
     """
     height, width = inputs.shape[1:3]
-    draws = _uniform(seed, 2, [3])
+    draws = _uniform(seed, 2, 3)
     half = tf.sqrt(1 - _beta(draws[0], alpha)) / 2
     rows = _within(draws[1], half, height)[:, None]
     columns = _within(draws[2], half, width)[None, :]
@@ -95,10 +97,9 @@ def _blend(rows: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     return weight * rows + (1 - weight) * partners
 
 
-def _uniform(seed: tf.Tensor, salt: int, shape: Sequence[int]) -> tf.Tensor:
-    """float32 in [0, 1), the same on all devices; `salt` sets apart the draws of a step."""
-    key = tf.bitwise.bitwise_xor(seed, tf.constant([salt * 0x01000193, 0]))
-    return tf.random.stateless_uniform(shape, key, alg="philox")
+def _uniform(seed: tf.Tensor, salt: int, count: int) -> tf.Tensor:
+    """float32 [count] in [0, 1), or a scalar for one; `salt` sets apart the draws of a step."""
+    return uniform(salted(seed[None], salt), *range(count))[0]
 
 
 def _beta(draw: tf.Tensor, alpha: float) -> tf.Tensor:

@@ -1,4 +1,9 @@
-"""Random numbers as arithmetic: hashes of (seed, epoch, position), the same on every machine."""
+"""Random numbers as arithmetic: hashes of (seed, epoch, position), the same on every machine.
+
+Compiled by XLA or not, too: TensorFlow's own stateless operations draw other numbers there.
+"""
+
+import math
 
 import tensorflow as tf
 
@@ -58,3 +63,12 @@ def uniform(seeds: tf.Tensor, *draws: int) -> tf.Tensor:
     bits = hash64(tf.bitcast(seeds, tf.uint64)[:, None] + offsets)
     values = tf.cast(tf.bitwise.right_shift(bits, tf.constant(40, tf.uint64)), tf.float32) / 2.0**24
     return values[:, 0] if len(draws) == 1 else values
+
+
+def normal(seeds: tf.Tensor, count: int) -> tf.Tensor:
+    """float32 [m, count]: standard normal draws of each example's seed (int32 [m, 2]).
+
+    By the transform of Box and Muller 1958, from `uniform` draws 0 to 2 * count - 1.
+    """
+    first, second = tf.split(uniform(seeds, *range(2 * count)), 2, axis=1)
+    return tf.sqrt(-2.0 * tf.math.log(1.0 - first)) * tf.cos(2.0 * math.pi * second)

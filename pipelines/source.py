@@ -235,7 +235,11 @@ def _split(builder: tfds.core.DatasetBuilder, flag: str, name: str) -> Split:
         raise UserError(f"--{flag}={name}: {reason} {builder.name} has {offers}") from error
     if num_examples < 1:
         raise UserError(f"--{flag}={name}: no examples in it; {builder.name} has {offers}")
-    return Split(name, 0, num_examples)
+    split = Split(name, 0, num_examples)
+    repeated = (_num_shared(builder, split, split) - num_examples) // 2 if "+" in name else 0
+    if repeated:
+        _log.warning("--%s=%s: %d of its examples come twice or more", flag, name, repeated)
+    return split
 
 
 def _hold_out(train: Split) -> tuple[Split, Split]:

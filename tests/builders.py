@@ -108,6 +108,16 @@ TailOfOnes = builder(
 )
 Vectors = builder("vectors", _VECTOR, _labelled, {"train": 31, "test": 11})
 Many = builder("many", _VECTOR, _labelled, {"train": 48, "test": 1003})
+# One example whose sums overflow in half precision.
+Spiky = builder(
+    "spiky",
+    _VECTOR,
+    lambda i, split: {
+        "x": _labelled(i)["x"] * np.float32(1e6 if (i, split) == (7, "train") else 1),
+        "y": i % 3,
+    },
+    {"train": 30, "test": 11},
+)
 Images = builder(
     "images",
     _IMAGE,

@@ -297,6 +297,13 @@ def test_cutmix_pastes_a_rectangle_and_counts_its_pixels(jit):
         np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
 
 
+@pytest.mark.parametrize("fn", [mix.mixup, mix.cutmix])
+def test_xla_draws_the_same_mixes(fn):
+    """One replica may be compiled by it where several are not."""
+    for plain, compiled in zip(mixed(fn), mixed(tf.function(fn, jit_compile=True)), strict=True):
+        np.testing.assert_allclose(compiled, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_replicas_mix_their_rows_as_the_whole_batch_would():
     for names in (("mixup",), ("cutmix",), ("mixup", "cutmix")):
         fn = mix.make_mix_fn(names)

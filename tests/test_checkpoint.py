@@ -72,6 +72,23 @@ def test_a_later_damaged_one_takes_no_place(tmp_path):
     assert tf.train.latest_checkpoint(str(tmp_path)).endswith("ckpt-11")
 
 
+def test_the_best_of_what_is_kept_outlives_a_better_one_that_is_not(tmp_path):
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    variables = {"step": tf.Variable(0)}
+    for step in (2, 4):
+        store.save(step, variables, identity={}, state={})
+    assert store.steps() == [4]
+    store.settle(4)  # a checkpoint of the run was written, in which 4 is the best
+    store.save(6, variables, identity={}, state={})
+    assert store.steps() == [4, 6]
+    store.forget_after(5)  # the run goes on from there in another order
+    assert store.steps() == [4]
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("ckpt-4")
+    store.save(8, variables, identity={}, state={})
+    store.settle(8)
+    assert store.steps() == [8]
+
+
 def test_files_of_others_are_left_alone(command):
     folder = command.new_folder()
     (folder / "checkpoints").mkdir(parents=True)

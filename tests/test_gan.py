@@ -154,6 +154,23 @@ def test_replicas_change_nothing(command, penalty):
     assert three.column("score", "eval") == pytest.approx(one.column("score", "eval"), rel=1e-4)
 
 
+def test_evaluation_depends_on_no_batch_size(command):
+    flags = [*SMALL, *SGD, "--train_steps=1", "--num_devices=1"]
+    one, *others = (command(*flags, f"--eval_batch_size={size}") for size in (1, 5, 64))
+    for other in others:
+        for name in ("discriminator_loss", "generator_loss"):
+            expected = pytest.approx(one.column(name, "eval"), rel=1e-5)
+            assert other.column(name, "eval") == expected
+
+
+def test_xla_draws_the_same_latents(command):
+    plain, compiled = (
+        command(*SMALL, *SGD, f"--jit_compile={jit}", "--train_steps=2", "--num_devices=1")
+        for jit in ("false", "true")
+    )
+    assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-5)
+
+
 def test_accumulation_changes_nothing(command):
     flags = [*SMALL, *SGD, "--train_steps=8", "--mode=train", "--num_devices=2"]
     flags += ["--gan_penalty=none"]

@@ -1,6 +1,7 @@
 """Law 3: resume is exact and cheap, whatever stopped the run."""
 
 import random
+import shutil
 import signal
 import time
 
@@ -179,6 +180,30 @@ def test_signal_during_evaluation(command, monkeypatch):
     assert "resumed at step 10" in resumed.err
     assert resumed.column("step") == [3, 6, 9, 10]
     assert resumed.column("step", "eval") == [10]
+    # Then it is at rest.
+    before = {path: path.stat().st_mtime_ns for path in run.dir.rglob("*.jsonl")}
+    before |= {path: path.stat().st_mtime_ns for path in (run.dir / "checkpoints").iterdir()}
+    command(*flags, model_dir=run.dir)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_an_evaluation_is_written_once_whenever_the_run_is_stopped(command, monkeypatch):
+    """Stopped in the evaluation at 4, gone on, killed before the next checkpoint, gone on."""
+    flags = [
+        *HARD,
+        *words("--train_steps=10 --eval_steps=4 --checkpoint_steps=100 --num_devices=1"),
+    ]
+    flags += words("--metrics=parts:terminates --jit_compile=false --eval_batch_size=11")
+    run = command(*flags, "--tensorboard=true", code=143)
+    stopped = command.copy_of(run)
+    monkeypatch.setenv("NO_TERMINATION", "1")
+    command(*flags, "--tensorboard=true", model_dir=run.dir)
+    # As a kill right after the evaluation would have left it.
+    shutil.rmtree(run.dir / "checkpoints")
+    shutil.copytree(stopped.dir / "checkpoints", run.dir / "checkpoints")
+    command(*flags, "--tensorboard=true", model_dir=run.dir)
+    assert run.column("step", "eval") == [4, 8, 10]
+    assert events_by_tag(run)["eval/loss"] == [4, 8, 10]
 
 
 def damage_truncated(path):

@@ -184,6 +184,11 @@ def test_overlapping_splits_are_warned_of(command):
     assert "15 examples are in both" in warning or "16 examples are in both" in warning
 
 
+def test_examples_named_twice_are_warned_of(command):
+    run = command(*RUN, "--train_split=train[:20]+train[15:]")
+    assert "warning: --train_split=train[:20]+train[15:]: 5 of its examples come twice" in run.err
+
+
 def test_dataset_by_folder(command, data_dir):
     by_name = command(*RUN)
     by_folder = command(*RUN, f"--dataset={data_dir}/vectors/1.0.0", "--data_dir=/nowhere")

@@ -89,6 +89,26 @@ def test_overflow_on_one_replica_skips_the_step_on_all(command, replicas):
         np.testing.assert_allclose(run.weights()[name], value, rtol=1e-3)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_overflow_in_the_forward_pass_changes_nothing(command, replicas):
+    flags = words(
+        "--dataset=builders:Spiky --model=parts:normed --batch_size=6 --train_steps=5 "
+        "--mode=train_and_eval --mixed_precision_policy=mixed_float16 --shuffle=false"
+    )
+    run = command(*REFERENCE, *flags, f"--num_devices={replicas}")
+    assert run.column("overflow_steps") == [0, 1, 1, 1, 1]
+    assert "warning: step 2: the loss" in run.err
+    for name, value in run.weights().items():
+        assert np.isfinite(value).all(), name
+    assert np.isfinite(run.rows("eval")[-1]["loss"])
+
+
+def test_weights_that_are_no_numbers_are_no_matter_of_scale(command):
+    flags = words("--mixed_precision_policy=mixed_float16 --callback=parts:spoils_weights")
+    run = command(*REFERENCE, *flags, "--train_steps=4", code=1)
+    assert "finite" in run.error
+
+
 def test_loss_that_stays_infinite_is_no_matter_of_scale(command):
     flags = ("--mixed_precision_policy=mixed_float16", "--loss=parts:not_finite")
     run = command(*REFERENCE, *flags, "--train_steps=100", "--log_steps=50", code=1)

@@ -31,6 +31,7 @@ class CheckpointStore:
     def __init__(self, folder: str | os.PathLike, max_to_keep: int):
         self.folder = pathlib.Path(folder)
         self.max_to_keep = max_to_keep
+        self.protected: int | None = None  # a step that stays beside those
 
     def save(
         self,
@@ -56,9 +57,29 @@ class CheckpointStore:
             self._discard(step)  # a full disk needs the space
             raise
         # Later ones are damaged, or the run would have gone on from them: they take no one's place.
-        for old in [s for s in self.steps() if s <= step][: -self.max_to_keep]:
+        earlier = [s for s in self.steps() if s <= step and s != self.protected]
+        for old in earlier[: -self.max_to_keep]:
             self._delete(old)
         self.list_up_to(step)
+
+    def forget_after(self, step: int) -> None:
+        """Deletes those after `step`, of a course that the run has left."""
+        later = [s for s in self.steps() if s > step]
+        for left in later:
+            self._delete(left)
+        if self.steps() and later:
+            self.list_up_to(step)
+        elif later:
+            (self.folder / "checkpoint").unlink(missing_ok=True)
+
+    def settle(self, step: int | None) -> None:
+        """Keeps, and protects from now on, the checkpoint of `step`, if there is one, alone."""
+        self.protected = step
+        if step in self.steps():
+            for other in self.steps():
+                if other != step:
+                    self._delete(other)
+            self.list_up_to(step)
 
     def list_up_to(self, newest: int) -> None:
         """Writes the list that `tf.train.latest_checkpoint` reads, without later ones.

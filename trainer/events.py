@@ -4,6 +4,7 @@ import os
 import pathlib
 import socket
 import time
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -58,8 +59,8 @@ class EventWriter:
         self._writer.close()
 
 
-def rewind(folder: pathlib.Path, step: int) -> None:
-    """Merges a folder's event files into one without what came after `step` or came twice."""
+def rewind(folder: pathlib.Path, stays: Callable[[str, int], bool]) -> None:
+    """Merges a folder's event files into one of what `stays` by its (tag, step), each once."""
     files = sorted(folder.glob(_FILES)) if folder.is_dir() else []
     if not files:
         return
@@ -73,9 +74,13 @@ def rewind(folder: pathlib.Path, step: int) -> None:
                 is_new = "header" not in seen
                 seen.add("header")
             else:
-                values = [v for v in event.summary.value if (v.tag, event.step) not in seen]
+                values = [
+                    v
+                    for v in event.summary.value
+                    if (v.tag, event.step) not in seen and stays(v.tag, event.step)
+                ]
                 seen.update((value.tag, event.step) for value in values)
-                is_new = bool(values) and event.step <= step
+                is_new = bool(values)
                 del event.summary.value[:]
                 event.summary.value.extend(values)
             if is_new:

@@ -211,9 +211,10 @@ class Job:
         self.loop.restore(step, manifest["state"])
         if self.config.training:
             self._honour_learning_rate(manifest["state"].get("learning_rate"))
-            self.report.rewind(step)
+            self.report.rewind(step, evaluated=not self.loop.evaluates_first)
             with contextlib.suppress(*storage.WRITE_ERRORS):  # the next checkpoint will say it
                 self.checkpoints.list_up_to(step)  # a kill may have come before that
+                self.best.forget_after(step)
             _log.info("resumed at step %d", step)
 
     def _evaluated(self) -> tuple[str, ...]:

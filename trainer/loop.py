@@ -103,6 +103,7 @@ class Loop:
         """Goes on from a checkpoint whose variables are restored."""
         self.step = self._saved_step = step
         self.progress = Progress.from_state(state["progress"])
+        self._best.protected = self._best_step()
         self.clock.restore(state["clock"])
         if self.config.training:  # by other flags it may stop elsewhere now
             standing, total_steps = self.progress.standing, self.task.total_steps
@@ -141,8 +142,8 @@ class Loop:
             _log.info("nothing to train: %s", self.progress.standing.stop_reason)
         with self._progress_bar() as bar, self._profiler():
             self._stop_if_asked()
-            if self._evaluation_is_due() and self._unevaluated():
-                self._evaluate_and_judge()  # of the untrained, or the run was stopped in it
+            if self.evaluates_first:
+                self._evaluate_and_judge()
             while not self.finished:
                 bar.update(self.advance())
                 self._callback("step", self)
@@ -248,7 +249,12 @@ class Loop:
             self.report.flush()
             if self._write(self._checkpoints, last):
                 self._saved_step = self.step
+                self._best.settle(self._best_step())
         self._saved_at = time.monotonic()
+
+    def _best_step(self) -> int | None:
+        best = self.progress.standing.best
+        return best and best["step"]
 
     def _write(self, store: CheckpointStore, last: bool = False) -> bool:
         """Writes a checkpoint; returns whether it could be. A run goes on without all but the last.
@@ -302,6 +308,8 @@ class Loop:
         }
         self.clock.start_window()
         self.report.write(row)
+        if not math.isfinite(row["loss"]) and examples:
+            _log.warning("step %d: the loss since the row before is not finite", self.step)
         _log.info("%s", describe(row, self.task.total_steps))
 
     def _norms_and_rates(self) -> dict[str, float]:
@@ -366,9 +374,11 @@ class Loop:
             self.stop.raise_if_received()
         return row
 
-    def _unevaluated(self) -> bool:
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether an evaluation is due now: of the untrained, or the run was stopped in it."""
         row = self.progress.standing.last
-        return row is None or row["step"] != self.step
+        return self._evaluation_is_due() and (row is None or row["step"] != self.step)
 
     def check_metrics(self) -> None:
         """Refuses names of metrics that the evaluation, once traced, is known not to yield."""
@@ -378,6 +388,7 @@ class Loop:
     def _evaluate_and_judge(self) -> None:
         row = self.evaluate()
         self.report.write(row)
+        self._saved_step = None  # a checkpoint of this step may lack what follows
         _log.info("%s", describe(row, self.task.total_steps))
         standing = self.progress.standing
         if self._judge.judge(row, standing):

@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
+_SPLITS = {"samples": "eval"}  # of a tag that does not begin with it
+
 # What the rows say beside a loss and metrics, which therefore may not be called so.
 FIELDS = {
     *("split", "step", "epoch", "examples", "seconds", "examples_per_sec", "input_wait"),
@@ -48,14 +50,23 @@ class Report:
         self._waiting: list[str] = []  # rows that could not be written yet
         self._rows_outage, self._events_outage = Outage(), Outage()
 
-    def rewind(self, step: int) -> None:
-        """Takes back every row and event after `step`, and a torn last one."""
+    def rewind(self, step: int, evaluated: bool = True) -> None:
+        """Takes back every row and event after `step`, and a torn last one.
+
+        Those of an evaluation at `step` itself too, unless it counts as `evaluated`.
+        """
         self.close()
+
+        def stays(split: str | None, at: int) -> bool:
+            return at < step or (at == step and (evaluated or split != "eval"))
+
         if self._path.exists():
-            kept = [row for row in self.rows() if row["step"] <= step]
+            kept = [row for row in self.rows() if stays(row.get("split"), row["step"])]
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         try:
-            events.rewind(self.events_dir, step)
+            events.rewind(
+                self.events_dir, lambda tag, at: stays(_SPLITS.get(tag, tag.partition("/")[0]), at)
+            )
         except WRITE_ERRORS as error:
             self._give_up_events(error)
 

@@ -197,6 +197,8 @@ class Stepper:
     def _update(self, update, rows, total_weight) -> tf.Tensor:
         """Takes one update; returns whether the run may go on, a scalar bool."""
         scale = self.scales.get(update.name)
+        statistics = self._statistics() if scale else []
+        before = [tf.identity(variable) for variable in statistics]
 
         def gradients(batch):
             self._share_keras_generator()
@@ -220,11 +222,24 @@ class Stepper:
             with tf.control_dependencies([finite]):
                 apply()
             return finite
-        # At the lowest scale it is not the scale that makes them overflow.
-        may_go_on = tf.logical_or(finite, scale.value > 1.0)
+
+        def skip():
+            scale.shrink()
+            for variable, value in zip(statistics, before, strict=True):
+                variable.assign(value)
+
+        # At the lowest scale, or with weights that are no numbers, it is not the scale's doing.
+        sound = tf.math.is_finite(tf.linalg.global_norm([v.value for v in update.variables]))
+        may_go_on = tf.logical_or(finite, tf.logical_and(scale.value > 1.0, sound))
         # Outside of replicas: a branch inside one may not communicate.
-        tf.cond(finite, lambda: (apply(), scale.grow())[1], scale.shrink)
+        tf.cond(finite, lambda: (apply(), scale.grow())[1], skip)
         return may_go_on
+
+    def _statistics(self) -> list[tf.Variable]:
+        """What a forward pass changes of the models, such as moving means."""
+        models = self.task.models.values()
+        kept = [v.value for model in models for v in model.non_trainable_variables]
+        return [variable for variable in kept if variable.dtype.is_floating]
 
     def _eval_steps(self, chunk: Batch, count: tf.Tensor) -> None:
         def body(index):

@@ -23,9 +23,13 @@ def reason(error: Exception) -> str:
 def write_atomically(path: pathlib.Path, text: str) -> None:
     """Writes a file so that a reader sees the old content or the new, never a part.
 
+    A file that has this content already is left alone.
+
     Raises:
       OSError: naming `path`; its old content is untouched.
     """
+    if _holds(path, text):
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as handle:
@@ -36,6 +40,13 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     except OSError as error:
         _remove(temporary)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _holds(path: pathlib.Path, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False
 
 
 def _remove(path: pathlib.Path) -> None:

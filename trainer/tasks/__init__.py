@@ -134,5 +134,7 @@ def warm_start(task: Task, source: str) -> None:
     except (AssertionError, ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
         files = (pathlib.Path(source), pathlib.Path(f"{source}.index"))
         hint = "" if any(file.exists() for file in files) else " (no such file)"
+        if files[0].is_dir():
+            hint = " (a folder; give a checkpoint in it, such as checkpoints/ckpt-100)"
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"--init_from={source}: does not fit this model{hint}: {reason}") from error

@@ -106,8 +106,9 @@ class Task:
     def prepare(self, batch: Batch, training: bool) -> Batch:
         """May add entries [batch_size, ...] to a whole batch before replicas share it out.
 
-        The place to draw random numbers: stateless ones seeded by `self.step` are the same on any
-        number of replicas, and after a restart.
+        The place to draw random numbers: those of `pipelines.randomness`, seeded by `self.step`,
+        are the same on any number of replicas, after a restart, and whether XLA compiles the step
+        or not; those of `tf.random.stateless_*` are not the same with XLA and without.
         """
         return batch
 

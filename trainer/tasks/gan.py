@@ -8,7 +8,16 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from pipelines import INDEX, WEIGHT, Spec, UserError, call_symbol, is_symbol, symbol_name
+from pipelines import (
+    INDEX,
+    WEIGHT,
+    Spec,
+    UserError,
+    call_symbol,
+    is_symbol,
+    randomness,
+    symbol_name,
+)
 from trainer import export, optim
 from trainer.config import TrainConfig
 from trainer.score import FrechetScore, in_batches
@@ -84,12 +93,15 @@ class Gan(base.Task):
 
     def prepare(self, batch: base.Batch, training: bool) -> base.Batch:
         size, dim = batch[WEIGHT].shape[0], self.config.latent_dim
-        # Evaluation has a stream of its own, by which each batch is always judged alike.
-        place = self.step if training else -1 - batch[INDEX][0]
-        seed = tf.stack([tf.constant(self.config.seed % 2**63, tf.int64), place])
-        batch = {**batch, _LATENTS: tf.random.stateless_normal([size, 2, dim], seed)}
+        # Evaluation has a stream of its own, by which each example is always judged alike.
+        rows = tf.range(size, dtype=tf.int64) if training else batch[INDEX]
+        steps = tf.fill([size], self.step if training else tf.constant(-1, tf.int64))
+        seeds = randomness.example_seeds(self.config.seed, steps, rows)
+        latents = tf.reshape(randomness.normal(seeds, 2 * dim), [size, 2, dim])
+        batch = {**batch, _LATENTS: latents}
         if self.config.gan_penalty == "gp" and training:
-            batch[_MIX] = tf.random.stateless_uniform([size, 1, 1, 1], seed ^ _MIX_SALT)
+            mix = randomness.uniform(randomness.salted(seeds, _MIX_SALT), 0)
+            batch[_MIX] = tf.reshape(mix, [size, 1, 1, 1])
         return batch
 
     def discriminator_loss(self, batch: base.Batch) -> tuple[tf.Tensor, base.Values]:
