@@ -39,6 +39,7 @@ PLACES = {
     "between manifest and list": before("os.rename", r"/\.checkpoint\.tmp", 2),
     "evaluating": at("evaluation"),
     "deleting an old manifest": before("os.remove", r"/ckpt-\d+\.json", 5),
+    "before a later manifest": before("open", r"\.ckpt-2\d\.json\.tmp"),
     "taking rows back": before("os.rename", r"\.metrics\.jsonl\.tmp"),
     "taking events back": before("os.rename", r"tfevents.*\.tmp"),
     "exporting": before("open", r"/model\.keras"),
