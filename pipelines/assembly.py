@@ -182,6 +182,7 @@ class Pipeline:
         return self._with_options(stage_fn())
 
     def _with_options(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        resources.end_iterators_at_exit()
         num_threads = resources.num_cores() + self.reader.read_calls  # a read may wait for the disk
         return dataset.with_options(resources.dataset_options(num_threads))
 

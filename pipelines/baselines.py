@@ -4,7 +4,7 @@ Each yields batches of (float32 inputs in [0, 1], labels) without an end, the wa
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -21,13 +21,16 @@ from pipelines.pipeline import Pipeline
 _log = logging.getLogger(__name__)
 
 _NAIVE_BUFFER = 10_000
-_MAX_SHARE_OF_FREE_MEMORY = 0.25
+_SHARE_OF_FREE_MEMORY = 0.5
+_PIXELS_PER_BYTE = 10  # of photographs as they are usually encoded
 _IMITATED = (
     "flip",
     "crop",
     "rrc",
     "center",
 )  # augmentations that the tutorials' pipelines have too
+
+OpenFn = Callable[[], Items]
 
 
 def subjects(config: DataConfig, pipeline: Pipeline) -> dict[str, Subject]:
@@ -37,33 +40,17 @@ def subjects(config: DataConfig, pipeline: Pipeline) -> dict[str, Subject]:
       config: the data.
       pipeline: this package's pipeline of it.
     """
-    found = {"one_batch": _items(pipeline.batches(), pipeline.batch_size)}
-    if not config.use_synthetic_data:
-        others = [name for name in config.augment if name not in _IMITATED]
-        if others:
-            _log.info("baselines: those through TFDS leave out --augment=%s", ",".join(others))
-        found["baseline:naive"] = _naive(config, pipeline, None)
-        found["baseline:naive_parallel"] = _naive(config, pipeline, tf.data.AUTOTUNE)
-        found["baseline:tfds_guide"] = _tfds_guide(config, pipeline)
-    arrays = _epoch_arrays(pipeline)
-    if arrays:
-        found["baseline:numpy"] = _numpy(*arrays, pipeline.batch_size)
-        keras_items = _keras_arrays(*arrays, pipeline.batch_size)
-        if keras_items:
-            found["baseline:keras_arrays"] = keras_items
+    found: dict[str, OpenFn] = {
+        "one_batch": lambda: _items(pipeline.batches(), pipeline.batch_size),
+        **({} if config.use_synthetic_data else _through_tfds(config, pipeline)),
+        **_from_arrays(pipeline),
+    }
     # A buffer that holds a whole epoch is filled at once and then emptied without reading.
     period = pipeline.num_examples if pipeline.num_examples <= _NAIVE_BUFFER else 1
-    periods = {"baseline:naive": period, "baseline:naive_parallel": period}
-    # An iterator that is tuned by TensorFlow can stall when released, so it is opened once.
+    periods = {_NAIVE: period, _NAIVE_PARALLEL: period}
     return {
-        name: Subject(
-            name,
-            lambda items=items: items,
-            pipeline.batch_size,
-            reopened=False,
-            period=periods.get(name, 1),
-        )
-        for name, items in found.items()
+        name: Subject(name, open_fn, pipeline.batch_size, period=periods.get(name, 1))
+        for name, open_fn in found.items()
     }
 
 
@@ -72,7 +59,33 @@ def _items(dataset: tf.data.Dataset, batch_size: int) -> Items:
         yield batch, batch_size
 
 
+def _fits(names: str, num_bytes: float) -> bool:
+    """Whether that much can be held; if not, logs which baselines are left out."""
+    fits = num_bytes <= _SHARE_OF_FREE_MEMORY * free_memory_bytes()
+    if not fits:
+        _log.info("baselines: no %s: %.1f GB to hold", names, num_bytes / 1e9)
+    return fits
+
+
 # Through TFDS.
+
+_NAIVE, _NAIVE_PARALLEL = "baseline:naive", "baseline:naive_parallel"
+
+
+def _through_tfds(config: DataConfig, pipeline: Pipeline) -> dict[str, OpenFn]:
+    others = [name for name in config.augment if name not in _IMITATED]
+    if others:
+        _log.info("baselines: those through TFDS leave out --augment=%s", ",".join(others))
+    found, float_bytes = {}, 4 * int(np.prod(pipeline.spec.input_shape))
+    if _fits("naive", min(pipeline.num_examples, _NAIVE_BUFFER) * float_bytes):
+        found[_NAIVE] = lambda: _naive(config, pipeline, None)
+        found[_NAIVE_PARALLEL] = lambda: _naive(config, pipeline, tf.data.AUTOTUNE)
+    cached = pipeline.num_examples * float_bytes
+    if pipeline.spec.varies_in_size:
+        cached = _tfds_split(config)[1].num_bytes * _PIXELS_PER_BYTE
+    if _fits("tfds_guide", cached):
+        found["baseline:tfds_guide"] = lambda: _tfds_guide(config, pipeline)
+    return found
 
 
 def _naive(config: DataConfig, pipeline: Pipeline, num_parallel_calls: int | None) -> Items:
@@ -103,9 +116,15 @@ def _tfds_guide(config: DataConfig, pipeline: Pipeline) -> Items:
     return _items(Explained(dataset, "the pipeline of TFDS's guide", None), pipeline.batch_size)
 
 
-def _tfds(config: DataConfig) -> tf.data.Dataset:
+def _tfds_split(config: DataConfig):
+    """The builder, and its own account of the training split."""
     builder = source.open_builder(config)
     split, _ = source.choose_splits(builder, config, evaluating=False)
+    return builder, builder.info.splits[split.name]
+
+
+def _tfds(config: DataConfig) -> tf.data.Dataset:
+    builder, split = _tfds_split(config)
     return builder.as_dataset(split=split.name, read_config=tfds.ReadConfig(try_autocache=False))
 
 
@@ -148,14 +167,23 @@ def _augmented(image: tf.Tensor, shape: tuple[int, ...], names: tuple[str, ...])
 # From arrays in memory.
 
 
-def _epoch_arrays(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray] | None:
-    """One epoch as (inputs as stored, labels), or None where it does not fit in memory easily."""
+def _from_arrays(pipeline: Pipeline) -> dict[str, OpenFn]:
+    size = pipeline.batch_size
+    count = pipeline.order.steps_per_epoch * size
+    float_bytes = 4 * count * int(np.prod(pipeline.spec.input_shape))
+    if not _fits("numpy and keras_arrays", 2 * float_bytes):  # as they are, as floats, a batch
+        return {}
+    inputs, labels = _epoch_arrays(pipeline, count)
+    found = {"baseline:numpy": lambda: _numpy(inputs, labels, size)}
+    adapter = _keras_adapter(inputs, labels, size)
+    if adapter:
+        found["baseline:keras_arrays"] = lambda: _epochs(adapter, size)
+    return found
+
+
+def _epoch_arrays(pipeline: Pipeline, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """One epoch, `count` examples, as (inputs as stored, labels)."""
     spec, order = pipeline.spec, pipeline.order
-    count = order.steps_per_epoch * order.batch_size
-    num_bytes = 4 * count * int(np.prod(spec.input_shape))  # Keras wants floats
-    if num_bytes > _MAX_SHARE_OF_FREE_MEMORY * free_memory_bytes():
-        _log.info("baselines: no numpy and keras_arrays: %.1f GB of floats", num_bytes / 1e9)
-        return None
     inputs = labels = None
     done = 0
     for chunk, num_steps in pipeline.chunks(num_epochs=1):
@@ -181,7 +209,7 @@ def _numpy(inputs: np.ndarray, labels: np.ndarray, batch_size: int) -> Items:
             yield (floats, labels.take(rows, 0)), batch_size
 
 
-def _keras_arrays(inputs: np.ndarray, labels: np.ndarray, batch_size: int) -> Items | None:
+def _keras_adapter(inputs: np.ndarray, labels: np.ndarray, batch_size: int):
     """What `model.fit` reads arrays with; None if this Keras keeps it elsewhere."""
     try:
         from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -189,8 +217,7 @@ def _keras_arrays(inputs: np.ndarray, labels: np.ndarray, batch_size: int) -> It
         _log.info("baselines: no keras_arrays: this Keras has no such adapter")
         return None
     floats = to_model_input(inputs).numpy()
-    adapter = ArrayDataAdapter(floats, labels, batch_size=batch_size, shuffle=True)
-    return _epochs(adapter, batch_size)
+    return ArrayDataAdapter(floats, labels, batch_size=batch_size, shuffle=True)
 
 
 def _epochs(adapter, batch_size: int) -> Iterator:

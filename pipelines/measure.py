@@ -27,11 +27,11 @@ class Subject:
 
     Attributes:
       name: names it on the progress bar.
-      open_fn: starts it and returns its items.
+      open_fn: starts it and returns its items; called anew for each turn, so that nothing of it
+        works ahead while others have theirs.
       batch_size: examples that make a batch of it.
       elements_in_flight: elements that may have been prepared before they are asked for.
       feed: called with each element, and with None to wait until all elements have arrived.
-      reopened: whether each turn starts it anew; otherwise `open_fn` goes on where it was.
       period: examples after which its work repeats, as the filling of a buffer does; a turn counts
         whole ones.
     """
@@ -41,7 +41,6 @@ class Subject:
     batch_size: int
     elements_in_flight: int = 4
     feed: Callable[[Any], None] | None = None
-    reopened: bool = True
     period: int = 1
 
 

@@ -1,5 +1,8 @@
 """What this machine offers: cores, where files lie; and how tf.data uses it."""
 
+import atexit
+import functools
+import gc
 import os
 
 import tensorflow as tf
@@ -43,3 +46,21 @@ def dataset_options(num_threads: int) -> tf.data.Options:
     options.threading.max_intra_op_parallelism = 1
     options.deterministic = True
     return options
+
+
+@functools.cache
+def end_iterators_at_exit() -> None:
+    """Sees to it that a program can end while pipelines that call Python still read ahead.
+
+    An iterator waits, when released, for the calls under way. One that a program's own variables
+    still hold is released by Python as it winds up, when no other thread gets its lock any more:
+    both would wait for ever.
+    """
+    kind = type(iter(tf.data.Dataset.range(0)))
+
+    def release():
+        for thing in gc.get_objects():
+            if type(thing) is kind:
+                vars(thing).clear()
+
+    atexit.register(release)

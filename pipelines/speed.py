@@ -131,7 +131,6 @@ def _row(entry: _Entry, turns: list[Turn], base_mb: float, settings: Settings) -
         return statistics.median(map(value_fn, turns))
 
     variant, size = entry.variant, entry.subject.batch_size
-    opened = turns if entry.subject.reopened else turns[:1]
     grown = max(turn.memory_mb for turn in turns)
     warmup = settings.warmup_batches
     if warmup is None:
@@ -143,7 +142,7 @@ def _row(entry: _Entry, turns: list[Turn], base_mb: float, settings: Settings) -
         "mb_per_sec": median(lambda turn: turn.rate * turn.bytes_per_example / 1e6),
         "cpu_us_per_example": median(lambda turn: turn.cpu_us),
         "idle_cores": median(lambda turn: turn.idle_secs / turn.secs),
-        "first_batch_secs": statistics.median(turn.first_secs for turn in opened),
+        "first_batch_secs": median(lambda turn: turn.first_secs),
         "peak_memory_mb": base_mb + max(variant.load_mb, variant.held_mb + grown),
         "batches": settings.num_batches or round(median(lambda turn: turn.examples) / size),
         "warmup_batches": warmup,

@@ -18,6 +18,17 @@ from forked import Fault
 FLAGS = words(
     "--dataset=builders:Vectors --model=parts:linear --batch_size=4 --train_steps=8 --num_devices=1"
 )
+# A script that ends while calls of Python that read ahead for it are under way.
+READS_AHEAD = """
+import sys
+import pipelines
+config = pipelines.DataConfig(
+    dataset="builders:Vectors", data_dir=sys.argv[1], batch_size=4, augment=("parts:slow",)
+)
+train = pipelines.load_data(config, evaluating=False).train
+held = {"chunks": train.chunks(), "taken": iter(train.batches().take(9))}[sys.argv[2]]
+next(held)
+"""
 # What a run says: our own words, and nothing of the libraries below.
 OWN_LINES = re.compile(
     r"(warning: )?\S+ is not prepared in .*: preparing it now|(train|test): reader .*"
@@ -144,3 +155,9 @@ def test_the_package_unpickles_nothing():
             assert not re.search(r"\bpickle\b|allow_pickle=True|safe_mode=False|\beval\(", text), (
                 path
             )
+
+
+@pytest.mark.parametrize("held", ["chunks", "taken"])
+def test_a_program_ends_with_an_iterator_in_hand(data_dir, held):
+    argv = [sys.executable, "-c", READS_AHEAD, str(data_dir), held]
+    subprocess.run(argv, env=environment(), check=True, timeout=100)
