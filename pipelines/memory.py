@@ -102,6 +102,7 @@ def _load(records: Records, examples_fn, types, split: str) -> dict[str, np.ndar
         types = {**types, BAD: tf.TensorSpec([], tf.bool)}
     arrays = {key: empty((size, *t.shape), t.dtype.as_numpy_dtype) for key, t in types.items()}
 
+    @tf.autograph.experimental.do_not_convert
     def positions(start):
         return tf.minimum(start + tf.range(_LOAD_BATCH, dtype=tf.int64), size - 1)
 

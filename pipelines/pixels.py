@@ -97,6 +97,7 @@ def decode_all(
     image = decoder.types[decoder.input_key]
     held, counts = host_tensor(encoded), host_tensor(levels.counts)
 
+    @tf.autograph.experimental.do_not_convert
     def decode(i):
         return i, images.decode_levels(held[i], counts[i], image.shape[-1], image.dtype)
 
