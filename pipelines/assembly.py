@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipelines import features as features_lib
 from pipelines import resources
 from pipelines.augment import AugmentFn
-from pipelines.bad_records import BAD, BadRecords, Explained
+from pipelines.bad_records import BAD, FAILURES, BadRecords, Explained, explain
 from pipelines.order import Order
 from pipelines.randomness import example_seeds
 
@@ -51,8 +51,11 @@ class Reader(Protocol):
     def read(self, positions: tf.Tensor) -> Batch:
         """What is needed to decode the examples at int64 [m] positions, as tensors [m, ...]."""
 
-    def decode(self, raw: Batch, positions: tf.Tensor, seeds: tf.Tensor) -> Batch:
-        """Examples as tensors [m, ...], with BAD among them if there can be stand-ins."""
+    def decode(self, raw: Batch, positions: tf.Tensor, seeds: tf.Tensor, rescue: bool) -> Batch:
+        """Examples as tensors [m, ...], with BAD among them if there can be stand-ins.
+
+        One that cannot be decoded fails all, unless it is to be told apart: `rescue`.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Pipeline:
           UserError: for a record that cannot be used and is not to be skipped.
         """
         chunking = self.chunking(None, num_epochs)
-        dataset = self._dataset(first_step, chunking, num_epochs)
+        dataset = self.dataset(first_step, chunking, num_epochs, rescue=True)
         if chunking.chunk_steps == 1:
             dataset = dataset.map(lambda chunk: {key: t[0] for key, t in chunk.items()})
         else:  # cutting up a chunk costs less than an element of its own for each batch
@@ -121,7 +124,11 @@ class Pipeline:
         return Explained(dataset, self.name, self.reader.bad)
 
     def chunks(
-        self, first_step: int = 0, num_epochs: int | None = None, max_steps: int | None = None
+        self,
+        first_step: int = 0,
+        num_epochs: int | None = None,
+        max_steps: int | None = None,
+        stage: str | None = None,
     ) -> Iterator[tuple[Batch, int]]:
         """Batches stacked to chunks, as the training loop consumes them.
 
@@ -129,6 +136,7 @@ class Pipeline:
           first_step: step of the first batch.
           num_epochs: epochs from step 0 after which to end; None: never.
           max_steps: most steps in a chunk; None: chosen from the size of a batch.
+          stage: one of `stage_names`, to measure it with all those before it; None: the last.
 
         Yields:
           (chunk of tensors [k, batch_size, ...] with k the same for all, number of steps of it that
@@ -139,11 +147,18 @@ class Pipeline:
         """
         chunking = self.chunking(max_steps, num_epochs)
         step = first_step
-        dataset = self._dataset(first_step, chunking, num_epochs)
-        for chunk in Explained(dataset, self.name, self.reader.bad):
-            num_steps = chunking.steps_at(step)
-            yield chunk, num_steps
-            step += num_steps
+        # To be ready to rescue costs time at the start and in each batch; to begin anew at a step
+        # is cheap. So records are trusted until one fails.
+        for rescue in (True,) if self.reader.bad else (False, True):
+            try:
+                for chunk in self.dataset(step, chunking, num_epochs, rescue, stage):
+                    num_steps = chunking.steps_at(step)
+                    yield chunk, num_steps
+                    step += num_steps
+                return
+            except FAILURES as error:
+                if rescue:
+                    raise explain(error, self.name, self.reader.bad) from error
 
     def chunking(self, max_steps: int | None = None, num_epochs: int | None = None) -> "_Chunking":
         """How steps are stacked to chunks for these arguments of `chunks`."""
@@ -162,31 +177,30 @@ class Pipeline:
         rows = [self.chunking(None, num_epochs).chunk_steps, self.batch_size]
         return {key: tf.TensorSpec([*rows, *t.shape], t.dtype) for key, t in types.items()}
 
-    def stages(self, first_step: int = 0) -> list[tuple[str, tf.data.Dataset, int]]:
-        """The stages of what `chunks` iterates, each with all those before it; for measuring.
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The stages of what `chunks` iterates, in their order."""
+        return tuple(self._stages(0, self.chunking(), None, False))
 
-        Returns:
-          (name, dataset up to and with that stage, examples in one of its elements) of each stage;
-          the last is what training consumes. Datasets are endless.
+    def dataset(
+        self,
+        first_step: int = 0,
+        chunking: "_Chunking | None" = None,
+        num_epochs: int | None = None,
+        rescue: bool = False,
+        stage: str | None = None,
+    ) -> tf.data.Dataset:
+        """What `chunks` iterates: chunks [k, batch_size, ...], or what a `stage` makes of them.
+
+        With `rescue`, an example that cannot be decoded is told apart; else its chunk fails.
         """
-        chunking = self.chunking()
-        size = chunking.chunk_steps * self.batch_size
-        return [
-            (name, self._with_options(stage_fn()), size)
-            for name, stage_fn in self._stages(first_step, chunking, None).items()
-        ]
-
-    def _dataset(self, first_step, chunking, num_epochs) -> tf.data.Dataset:
-        """Chunks [k, batch_size, ...] from `first_step` on."""
-        *_, stage_fn = self._stages(first_step, chunking, num_epochs).values()
-        return self._with_options(stage_fn())
-
-    def _with_options(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        stages = self._stages(first_step, chunking or self.chunking(), num_epochs, rescue)
+        dataset = stages[stage or next(reversed(stages))]()
         resources.end_iterators_at_exit()
         num_threads = resources.num_cores() + self.reader.read_calls  # a read may wait for the disk
         return dataset.with_options(resources.dataset_options(num_threads))
 
-    def _stages(self, first_step, chunking, num_epochs) -> dict[str, Callable]:
+    def _stages(self, first_step, chunking, num_epochs, rescue) -> dict[str, Callable]:
         """Makers of the stages' datasets; what does not wait for a disk is one map, cut short."""
         reader, size = self.reader, chunking.chunk_steps * self.batch_size
 
@@ -214,7 +228,7 @@ class Pipeline:
         if self.augment:
             parts = {"augment": self._augment, **parts}
         if reader.decode:
-            parts = {"decode": self._decode, **parts}
+            parts = {"decode": functools.partial(self._decode, rescue), **parts}
         if reader.read_calls:
             stages["read"] = read
         else:
@@ -275,10 +289,9 @@ class Pipeline:
     def _read(self, slots: Batch) -> Batch:
         return {**slots, "raw": self.reader.read(slots["positions"])}
 
-    def _decode(self, slots: Batch) -> Batch:
-        slots = dict(slots)
-        slots["raw"] = self.reader.decode(slots["raw"], slots["positions"], self._seeds(slots))
-        return slots
+    def _decode(self, rescue: bool, slots: Batch) -> Batch:
+        seeds = self._seeds(slots)
+        return {**slots, "raw": self.reader.decode(slots["raw"], slots["positions"], seeds, rescue)}
 
     def _augment(self, slots: Batch) -> Batch:
         slots = self._without_bad(dict(slots))

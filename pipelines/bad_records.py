@@ -16,6 +16,8 @@ _EXCEPTION = re.compile(r"[A-Za-z_.]*(Error|Exception)\b: ")
 
 BAD = "_bad"  # bool [m] in a reader's examples: the row is a stand-in and must not count
 
+FAILURES = (tf.errors.OpError, UnicodeDecodeError)  # the latter: of a message with bytes
+
 Examples = dict[str, tf.Tensor]
 
 
@@ -106,18 +108,18 @@ class BadRecords:
         return examples
 
 
-def explain(error: tf.errors.OpError, what: str, bad: BadRecords | None) -> UserError:
+def explain(error: Exception, what: str, bad: BadRecords | None) -> UserError:
     """Turns what TensorFlow makes of an error in a pipeline back into the one line it is about.
 
     Args:
-      error: what iterating raised.
+      error: what iterating raised, one of `FAILURES`.
       what: names the data that was read.
       bad: its bad records.
     """
     if bad is not None and bad.failure:
         return bad.failure
     # Of an exception in a user's function, its own line is in the middle of a traceback.
-    lines = str(error.message).splitlines() or [type(error).__name__]
+    lines = str(getattr(error, "message", error)).splitlines() or [type(error).__name__]
     line = next((line for line in lines if _EXCEPTION.match(line)), lines[0])
     return UserError(f"{what}: {line[:500]}")
 
@@ -179,7 +181,7 @@ class _RowByRow:
             try:
                 for key, value in self._fn(*(array[i : i + 1] for array in inputs)).items():
                     values[key][i] = value.numpy()[0]
-            except (tf.errors.OpError, UnicodeDecodeError):  # the latter: of a message with bytes
+            except FAILURES:
                 failed[i] = True
         return [*values.values(), failed]
 
@@ -214,5 +216,5 @@ class _ExplainedIterator:
     def __next__(self):
         try:
             return next(self._iterator)
-        except tf.errors.OpError as error:
+        except FAILURES as error:
             raise explain(error, self._what, self._bad) from error

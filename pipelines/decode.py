@@ -49,22 +49,26 @@ class Decoder:
             types[SHAPE] = tf.TensorSpec([2], tf.int32)
         return types
 
-    def decode(self, records: tf.Tensor, positions: tf.Tensor, seeds: tf.Tensor) -> Examples:
+    def decode(
+        self, records: tf.Tensor, positions: tf.Tensor, seeds: tf.Tensor, rescue: bool
+    ) -> Examples:
         """Examples [m, ...] of records (string [m]); graph code.
 
-        Those that cannot be decoded are noted as bad.
+        One that cannot be decoded fails all or, with `rescue`, is noted as bad.
         """
 
         def decode(records, seeds):
             return self._with_pixels(self._parse(records), seeds)
 
-        return self._noting(decode, (records, seeds), self.types, positions)
+        return self._noting(decode, (records, seeds), self.types, positions, rescue)
 
-    def parse(self, records: tf.Tensor, positions: tf.Tensor) -> Examples:
+    def parse(self, records: tf.Tensor, positions: tf.Tensor, rescue: bool) -> Examples:
         """The same with images still encoded; where they vary in size, `SHAPE` says in which."""
-        return self._noting(self._parse, (records,), self.parsed_types, positions)
+        return self._noting(self._parse, (records,), self.parsed_types, positions, rescue)
 
-    def finish(self, parsed: Examples, positions: tf.Tensor, seeds: tf.Tensor) -> Examples:
+    def finish(
+        self, parsed: Examples, positions: tf.Tensor, seeds: tf.Tensor, rescue: bool
+    ) -> Examples:
         """Decodes the images of what `parse` returned."""
         keys = [self.input_key, SHAPE] if self.view else [self.input_key]
 
@@ -72,12 +76,15 @@ class Decoder:
             return self._with_pixels(dict(zip(keys, values, strict=True)), seeds)
 
         types = {self.input_key: self.types[self.input_key]}
-        pixels = self._noting(decode, (seeds, *map(parsed.get, keys)), types, positions)
+        pixels = self._noting(decode, (seeds, *map(parsed.get, keys)), types, positions, rescue)
         return {**{key: t for key, t in parsed.items() if key not in keys}, **pixels}
 
-    def _noting(self, fn: Callable, inputs, types, positions: tf.Tensor) -> Examples:
-        examples, failed = guarded(fn, inputs, types)
-        examples = self._bad.settle(examples, failed, positions, "it cannot be decoded")
+    def _noting(self, fn: Callable, inputs, types, positions: tf.Tensor, rescue: bool) -> Examples:
+        if rescue:
+            examples, failed = guarded(fn, inputs, types)
+            examples = self._bad.settle(examples, failed, positions, "it cannot be decoded")
+        else:
+            examples = fn(*inputs)
         if self._spec.label_key not in types:
             return examples
         labels = examples[self._spec.label_key]

@@ -37,6 +37,8 @@ class DiskReader:
         """Raw records for int64 [m] positions; graph code."""
         return {"record": self._records.tensor(positions)}
 
-    def decode(self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor) -> Examples:
+    def decode(
+        self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor, rescue: bool
+    ) -> Examples:
         """Examples [m, ...] of what `read` returned; graph code."""
-        return self._decoder.decode(raw["record"], positions, seeds)
+        return self._decoder.decode(raw["record"], positions, seeds, rescue)

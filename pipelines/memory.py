@@ -1,5 +1,6 @@
 """The memory readers: a split is read once and held; batches are gathered from it by position."""
 
+import functools
 import os
 
 import numpy as np
@@ -7,7 +8,7 @@ import tensorflow as tf
 from tqdm import tqdm
 
 from pipelines import resources
-from pipelines.bad_records import BAD, BadRecords, Examples, Explained
+from pipelines.bad_records import BAD, FAILURES, BadRecords, Examples, explain
 from pipelines.decode import Decoder
 from pipelines.records import Records
 
@@ -63,9 +64,11 @@ class EncodedReader:
         self.types = decoder.types
         self.read = self._held.read
 
-    def decode(self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor) -> Examples:
+    def decode(
+        self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor, rescue: bool
+    ) -> Examples:
         """Decodes the images of what `read` returned; graph code."""
-        return self._decoder.finish(raw, positions, seeds)
+        return self._decoder.finish(raw, positions, seeds, rescue)
 
 
 def load(records: Records, decoder: Decoder, split: str) -> MemoryReader:
@@ -75,9 +78,9 @@ def load(records: Records, decoder: Decoder, split: str) -> MemoryReader:
       UserError: for a bad record that is not to be skipped.
     """
 
-    def examples(positions):
+    def examples(rescue, positions):
         seeds = tf.zeros([_LOAD_BATCH, 2], tf.int32)  # nothing is drawn
-        return decoder.decode(records.tensor(positions), positions, seeds)
+        return decoder.decode(records.tensor(positions), positions, seeds, rescue)
 
     return MemoryReader(_load(records, examples, decoder.types, split), records.bad)
 
@@ -89,29 +92,39 @@ def load_encoded(records: Records, decoder: Decoder, split: str) -> dict[str, np
       UserError: for a bad record that is not to be skipped.
     """
 
-    def examples(positions):
-        return decoder.parse(records.tensor(positions), positions)
+    def examples(rescue, positions):
+        return decoder.parse(records.tensor(positions), positions, rescue)
 
     return _load(records, examples, decoder.parsed_types, split)
 
 
 def _load(records: Records, examples_fn, types, split: str) -> dict[str, np.ndarray]:
-    """Arrays [num_examples, ...] of `types`, and BAD where bad records are skipped."""
+    """Arrays [num_examples, ...] of `types`, and BAD where bad records are skipped.
+
+    Of what `examples_fn` makes of (whether to rescue, positions).
+    """
+    for rescue in (False, True):  # records are trusted until one fails, see `Pipeline.chunks`
+        try:
+            return _filled(records, functools.partial(examples_fn, rescue), types, split)
+        except FAILURES as error:
+            if rescue:
+                raise explain(error, split, records.bad) from error
+
+
+def _filled(records: Records, examples_fn, types, split: str) -> dict[str, np.ndarray]:
     size = records.num_examples
     if records.bad.skip:
         types = {**types, BAD: tf.TensorSpec([], tf.bool)}
     arrays = {key: empty((size, *t.shape), t.dtype.as_numpy_dtype) for key, t in types.items()}
 
     @tf.autograph.experimental.do_not_convert
-    def positions(start):
-        return tf.minimum(start + tf.range(_LOAD_BATCH, dtype=tf.int64), size - 1)
+    def examples(start):
+        return examples_fn(tf.minimum(start + tf.range(_LOAD_BATCH, dtype=tf.int64), size - 1))
 
-    examples_fn = tf.autograph.experimental.do_not_convert(examples_fn)
     calls = resources.num_cores()
-    dataset = tf.data.Dataset.range(0, size, _LOAD_BATCH).map(positions)
-    dataset = dataset.map(examples_fn, num_parallel_calls=calls).prefetch(1)
+    dataset = tf.data.Dataset.range(0, size, _LOAD_BATCH)
+    dataset = dataset.map(examples, num_parallel_calls=calls).prefetch(1)
     dataset = dataset.with_options(resources.dataset_options(calls))
-    dataset = Explained(dataset, split, records.bad)
     bar = tqdm(total=size, desc=f"reading {split}", delay=2, disable=None)
     with bar:
         for i, batch in enumerate(dataset.as_numpy_iterator()):

@@ -57,9 +57,11 @@ class PixelReader:
         self.num_examples, self.bad = self._held.num_examples, bad
         self.read = self._held.read
 
-    def decode(self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor) -> Examples:
+    def decode(
+        self, raw: Examples, positions: tf.Tensor, seeds: tf.Tensor, rescue: bool
+    ) -> Examples:
         """Cuts and resizes the images of what `read` returned; graph code."""
-        del positions  # whose records are known to be good
+        del positions, rescue  # whose records are known to be good
         raw, image = dict(raw), self.types[self._key]
         shapes, starts, reducible = (raw.pop(key) for key in (SHAPE, _STARTS, _REDUCIBLE))
         windows = self._view.windows(shapes, seeds)

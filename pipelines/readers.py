@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipelines import memory, pixels, resources
-from pipelines.bad_records import BAD
+from pipelines.bad_records import BAD, FAILURES
 from pipelines.decode import SHAPE, Decoder
 from pipelines.disk import DiskReader
 from pipelines.errors import UserError
@@ -123,7 +123,7 @@ def _labels(records: Records, positions: np.ndarray, label_key: str) -> np.ndarr
     spec = {label_key: tf.io.FixedLenFeature([], tf.int64)}
     try:
         return tf.io.parse_example(tf.constant(raw, tf.string), spec)[label_key].numpy()
-    except (tf.errors.OpError, UnicodeDecodeError):  # the latter: of a message with bytes
+    except FAILURES:
         if len(positions) == 1:
             records.bad.note(int(positions[0]), "it cannot be decoded")
             return np.zeros(0, np.int64)

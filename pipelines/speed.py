@@ -177,8 +177,9 @@ def _summary(first: Variant, rows: list[Row], settings: Settings) -> Row:
     if settings.advice:
         advised, vain = _advice(first, wholes[0], stages, settings)
     if settings.stages:
-        _, dataset, size = first.pipeline.stages()[-1]
-        graph = graph_model.node_costs(dataset, size)
+        pipeline = first.pipeline
+        size = pipeline.chunking().chunk_steps * pipeline.batch_size
+        graph = graph_model.node_costs(pipeline.dataset(), size)
     if settings.checks:
         checks = quality.check(first.pipeline, wholes[0]["examples_per_sec"])
     return {

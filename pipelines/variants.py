@@ -1,13 +1,11 @@
 """The pipelines that a benchmark compares: loaded, each distinct data once, and made measurable."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from pipelines import machine, source
-from pipelines.bad_records import Explained
 from pipelines.config import DataConfig
 from pipelines.measure import Items, Subject
 from pipelines.order import Order
@@ -56,19 +54,11 @@ class Variant:
 
     def stages(self) -> list[tuple[str, Subject]]:
         """Each stage, with all those before it."""
-        return [(name, self._stage(name, data)) for name, data, _ in self.pipeline.stages()]
-
-    def _stage(self, name: str, dataset: tf.data.Dataset) -> Subject:
-        dataset = Explained(dataset, self.pipeline.name, self.pipeline.reader.bad)
-
-        def chunks() -> Items:
-            step, chunking = 0, self.pipeline.chunking()
-            for chunk in dataset:
-                num_steps = chunking.steps_at(step)
-                yield chunk, num_steps
-                step += num_steps
-
-        return self._subject(name, chunks)
+        chunks = self.pipeline.chunks
+        return [
+            (name, self._subject(name, functools.partial(chunks, stage=name)))
+            for name in self.pipeline.stage_names
+        ]
 
     def _subject(self, name: str, chunks_fn: Callable[[], Items], feed: Feed | None = None):
         pipeline = self.pipeline

@@ -259,7 +259,7 @@ def test_the_feed_copies_each_replicas_rows():
 
 def test_tensorflows_account_of_the_graph(data_dir, monkeypatch):
     pipeline = load_data(config(data_dir, batch_size=8), evaluating=False).train
-    _, dataset, size = pipeline.stages()[-1]
+    dataset, size = pipeline.dataset(), 8
     costs = graph_model.node_costs(dataset, size)
     assert costs and all(cost > 0 for cost in costs.values())
     monkeypatch.delattr(tf.data.experimental, "get_model_proto")
