@@ -25,6 +25,9 @@ _CHUNK_BYTES = 2 << 20
 _MAX_CHUNK_STEPS = 128
 _CHUNKS_AHEAD = 2
 
+# Converting Python's control flow, of which there is none, would take a second.
+_graph_code = tf.autograph.experimental.do_not_convert
+
 
 class Reader(Protocol):
     """Random access to the examples of a split.
@@ -114,10 +117,11 @@ class Pipeline:
         chunking = self.chunking(None, num_epochs)
         dataset = self.dataset(first_step, chunking, num_epochs, rescue=True)
         if chunking.chunk_steps == 1:
-            dataset = dataset.map(lambda chunk: {key: t[0] for key, t in chunk.items()})
+            first = _graph_code(lambda chunk: {key: t[0] for key, t in chunk.items()})
+            dataset = dataset.map(first)
         else:  # cutting up a chunk costs less than an element of its own for each batch
             numbers = tf.data.Dataset.range(2**62)
-            counts = numbers.map(lambda number: chunking.steps_of(number, first_step))
+            counts = numbers.map(_graph_code(lambda number: chunking.steps_of(number, first_step)))
             dataset = tf.data.Dataset.zip(dataset, counts).flat_map(
                 lambda chunk, count: tf.data.Dataset.from_tensor_slices(chunk).take(count)
             )
@@ -211,10 +215,12 @@ class Pipeline:
             return self._order(first_step, chunking, num_epochs)
 
         def read():
-            return chunked(order().map(self._read, num_parallel_calls=reader.read_calls))
+            return chunked(
+                order().map(_graph_code(self._read), num_parallel_calls=reader.read_calls)
+            )
 
         def mapped(parts):
-            @tf.autograph.experimental.do_not_convert
+            @_graph_code
             def apply(slots):
                 for part in parts:
                     slots = part(slots)
@@ -245,8 +251,7 @@ class Pipeline:
         num_rounds = num_epochs or 2**62  # with an end, a round is one epoch
         chunk_slots, round_slots = chunking.chunk_steps * size, chunking.round_steps * size
 
-        # Converting Python's control flow, of which there is none, would take a second.
-        @tf.autograph.experimental.do_not_convert
+        @_graph_code
         def round_of_epochs(index):
             lookup = self._lookup(index * chunking.round_epochs, chunking.round_epochs)
             start = tf.where(index == first_round, first_step_in_round, 0)
