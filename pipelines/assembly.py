@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipelines import features as features_lib
 from pipelines import resources
 from pipelines.augment import AugmentFn
-from pipelines.bad_records import BAD, FAILURES, BadRecords, Explained, explain
+from pipelines.bad_records import BAD, BadRecords, Trusting, trusted
 from pipelines.order import Order
 from pipelines.randomness import example_seeds
 
@@ -114,18 +114,24 @@ class Pipeline:
         Raises (when iterated):
           UserError: for a record that cannot be used and is not to be skipped.
         """
+
+        def batches(rescue, taken):
+            return self._batches(first_step + taken, num_epochs, rescue)
+
+        return Trusting(batches, self.name, self.reader.bad)
+
+    def _batches(self, first_step, num_epochs, rescue) -> tf.data.Dataset:
         chunking = self.chunking(None, num_epochs)
-        dataset = self.dataset(first_step, chunking, num_epochs, rescue=True)
+        dataset = self.dataset(first_step, chunking, num_epochs, rescue)
         if chunking.chunk_steps == 1:
             first = _graph_code(lambda chunk: {key: t[0] for key, t in chunk.items()})
             dataset = dataset.map(first)
         else:  # cutting up a chunk costs less than an element of its own for each batch
             numbers = tf.data.Dataset.range(2**62)
             counts = numbers.map(_graph_code(lambda number: chunking.steps_of(number, first_step)))
-            dataset = tf.data.Dataset.zip(dataset, counts).flat_map(
-                lambda chunk, count: tf.data.Dataset.from_tensor_slices(chunk).take(count)
-            )
-        return Explained(dataset, self.name, self.reader.bad)
+            cut = _graph_code(lambda c, count: tf.data.Dataset.from_tensor_slices(c).take(count))
+            dataset = tf.data.Dataset.zip(dataset, counts).flat_map(cut)
+        return dataset
 
     def chunks(
         self,
@@ -151,18 +157,15 @@ class Pipeline:
         """
         chunking = self.chunking(max_steps, num_epochs)
         step = first_step
-        # To be ready to rescue costs time at the start and in each batch; to begin anew at a step
-        # is cheap. So records are trusted until one fails.
-        for rescue in (True,) if self.reader.bad else (False, True):
-            try:
-                for chunk in self.dataset(step, chunking, num_epochs, rescue, stage):
-                    num_steps = chunking.steps_at(step)
-                    yield chunk, num_steps
-                    step += num_steps
-                return
-            except FAILURES as error:
-                if rescue:
-                    raise explain(error, self.name, self.reader.bad) from error
+
+        def chunks(rescue, taken):
+            del taken  # `step` says how far
+            return self.dataset(step, chunking, num_epochs, rescue, stage)
+
+        for chunk in trusted(chunks, self.name, self.reader.bad):
+            num_steps = chunking.steps_at(step)
+            yield chunk, num_steps
+            step += num_steps
 
     def chunking(self, max_steps: int | None = None, num_epochs: int | None = None) -> "_Chunking":
         """How steps are stacked to chunks for these arguments of `chunks`."""

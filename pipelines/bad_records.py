@@ -1,9 +1,10 @@
 """What happens to records that cannot be used: the run ends naming one, or goes on without them."""
 
+import functools
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -186,10 +187,68 @@ class _RowByRow:
         return [*values.values(), failed]
 
 
+def trusted(
+    make_fn: Callable[[bool, int], tf.data.Dataset], what: str, bad: BadRecords | None
+) -> Iterator:
+    """Elements of a dataset whose records are trusted until one fails.
+
+    To be ready to rescue costs time at the start and in each batch, where to begin anew, once, is
+    cheap.
+
+    Args:
+      make_fn: called with whether to rescue and how many elements to leave out.
+      what: names the data that is read.
+      bad: its bad records.
+
+    Raises:
+      UserError: for what fails in spite of the rescue.
+    """
+    taken = 0
+    for rescue in (True,) if bad else (False, True):
+        try:
+            for element in make_fn(rescue, taken):
+                yield element
+                taken += 1
+            return
+        except FAILURES as error:
+            if rescue:
+                raise explain(error, what, bad) from error
+
+
+# How datasets from outside TensorFlow are written: a variant tensor, its inputs, its types.
+
+
+class Trusting(tf.data.Dataset):
+    """A dataset that, iterated in Python, is `trusted`; what is made of it rescues from the start.
+
+    Only what is needed of the two is traced, for that takes time.
+    """
+
+    def __init__(self, make_fn, what: str, bad: BadRecords | None):
+        self._arguments = make_fn, what, bad
+        super().__init__(None)
+
+    def __iter__(self):
+        return trusted(*self._arguments)
+
+    @functools.cached_property
+    def _dataset(self) -> tf.data.Dataset:
+        return self._arguments[0](True, 0)
+
+    @property
+    def _variant_tensor(self):
+        return self._dataset._variant_tensor
+
+    @property
+    def element_spec(self):
+        return self._dataset.element_spec
+
+    def _inputs(self):
+        return []
+
+
 class Explained(tf.data.Dataset):
     """A dataset that, iterated in Python, raises `explain`ed errors."""
-
-    # How datasets from outside TensorFlow are written: a variant tensor, its inputs, its types.
 
     def __init__(self, dataset: tf.data.Dataset, what: str, bad: BadRecords | None):
         self._dataset, self._what, self._bad = dataset, what, bad

@@ -1,6 +1,5 @@
 """The memory readers: a split is read once and held; batches are gathered from it by position."""
 
-import functools
 import os
 
 import numpy as np
@@ -8,7 +7,7 @@ import tensorflow as tf
 from tqdm import tqdm
 
 from pipelines import resources
-from pipelines.bad_records import BAD, FAILURES, BadRecords, Examples, explain
+from pipelines.bad_records import BAD, BadRecords, Examples, trusted
 from pipelines.decode import Decoder
 from pipelines.records import Records
 
@@ -101,37 +100,31 @@ def load_encoded(records: Records, decoder: Decoder, split: str) -> dict[str, np
 def _load(records: Records, examples_fn, types, split: str) -> dict[str, np.ndarray]:
     """Arrays [num_examples, ...] of `types`, and BAD where bad records are skipped.
 
-    Of what `examples_fn` makes of (whether to rescue, positions).
+    They are what `examples_fn` makes of (whether to rescue, positions).
     """
-    for rescue in (False, True):  # records are trusted until one fails, see `Pipeline.chunks`
-        try:
-            return _filled(records, functools.partial(examples_fn, rescue), types, split)
-        except FAILURES as error:
-            if rescue:
-                raise explain(error, split, records.bad) from error
-
-
-def _filled(records: Records, examples_fn, types, split: str) -> dict[str, np.ndarray]:
     size = records.num_examples
     if records.bad.skip:
         types = {**types, BAD: tf.TensorSpec([], tf.bool)}
     arrays = {key: empty((size, *t.shape), t.dtype.as_numpy_dtype) for key, t in types.items()}
 
-    @tf.autograph.experimental.do_not_convert
-    def examples(start):
-        return examples_fn(tf.minimum(start + tf.range(_LOAD_BATCH, dtype=tf.int64), size - 1))
+    def batches(rescue, taken):
+        @tf.autograph.experimental.do_not_convert
+        def examples(start):
+            positions = tf.minimum(start + tf.range(_LOAD_BATCH, dtype=tf.int64), size - 1)
+            return examples_fn(rescue, positions)
 
-    calls = resources.num_cores()
-    dataset = tf.data.Dataset.range(0, size, _LOAD_BATCH)
-    dataset = dataset.map(examples, num_parallel_calls=calls).prefetch(1)
-    dataset = dataset.with_options(resources.dataset_options(calls))
+        calls = resources.num_cores()
+        dataset = tf.data.Dataset.range(taken * _LOAD_BATCH, size, _LOAD_BATCH)
+        dataset = dataset.map(examples, num_parallel_calls=calls).prefetch(1)
+        return dataset.with_options(resources.dataset_options(calls))
+
     bar = tqdm(total=size, desc=f"reading {split}", delay=2, disable=None)
     with bar:
-        for i, batch in enumerate(dataset.as_numpy_iterator()):
+        for i, batch in enumerate(trusted(batches, split, records.bad)):
             start = i * _LOAD_BATCH
             count = min(_LOAD_BATCH, size - start)
             for key, array in arrays.items():
-                array[start : start + count] = batch[key][:count]
+                array[start : start + count] = batch[key].numpy()[:count]
             bar.update(count)
     return arrays
 
