@@ -54,8 +54,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def _define_data(f: FlagDefiner) -> None:
     f.string(
         "dataset",
-        "TFDS name[/config][:version], package.module:BuilderClass, or the folder of a prepared "
-        "dataset.",
+        "TFDS name[/config][:version], package.module:BuilderClass[/config][:version], or the "
+        "folder of a prepared dataset (the one of its version).",
     )
     f.string(
         "data_dir",

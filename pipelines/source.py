@@ -5,10 +5,13 @@ import dataclasses
 import io
 import logging
 import os
+import pathlib
+import re
 import socket
 import sys
 import urllib.parse
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow_datasets as tfds
 
@@ -20,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _NETWORK_TIMEOUT_SECS = 5.0
 _HOLD_OUT_PERCENT = 10
+_BUILDER_CLASS = re.compile(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:/([^/:]+))?(?::([^/:]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +91,14 @@ def open_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
 
 def _find_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
     name, data_dir = config.dataset, config.data_dir
-    if is_symbol(name):
-        cls = load_symbol("dataset", name)
-        if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
-            raise UserError(f"--dataset={name}: not a TFDS builder class")
-        return _make(config, lambda: cls(data_dir=data_dir))
+    if is_symbol(name) or _BUILDER_CLASS.fullmatch(name):
+        cls, options = _builder_class(name)
+        return _make(config, lambda: cls(data_dir=data_dir, **options))
     if os.sep in name and os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "dataset_info.json")):
             raise UserError(
                 f"--dataset={name}: no prepared dataset in this folder (no dataset_info.json)"
+                + _prepared_below(name)
             )
         return _make(config, lambda: tfds.builder_from_directory(name))
     if name.partition(":")[0] == "mnist_5k":
@@ -109,8 +112,31 @@ def _find_builder(config: DataConfig) -> tfds.core.DatasetBuilder:
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
             f"--dataset={name}: no such dataset; give a TFDS name{_similar_names(name)}, mnist_5k, "
-            "package.module:BuilderClass, or the folder of a prepared dataset"
+            "package.module:BuilderClass[/config][:version], or the folder of a prepared dataset"
         ) from error
+
+
+def _builder_class(name: Any) -> tuple[type, dict[str, str]]:
+    """The class that `module:BuilderClass[/config][:version]` names, and its arguments.
+
+    Raises:
+      UserError: if it does not exist or is no builder.
+    """
+    symbol, options = name, {}
+    if not is_symbol(name):
+        symbol, *named = _BUILDER_CLASS.fullmatch(name).groups()
+        options = {k: v for k, v in zip(("config", "version"), named, strict=True) if v}
+    cls = load_symbol("dataset", symbol)
+    if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
+        raise UserError(f"--dataset={name}: not a TFDS builder class")
+    return cls, options
+
+
+def _prepared_below(folder: str) -> str:
+    """Where in a folder of versions, or of configs with versions, the prepared datasets are."""
+    root = pathlib.Path(folder)
+    found = [p.parent for way in ("*", "*/*") for p in root.glob(f"{way}/dataset_info.json")]
+    return f"; there is one in {', '.join(map(str, sorted(found)[:5]))}" if found else ""
 
 
 def _make(config: DataConfig, make_fn: Callable[[], tfds.core.DatasetBuilder]):

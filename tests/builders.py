@@ -237,6 +237,28 @@ FourChannels = builder(
 )
 
 
+class Configured(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Vectors of as many numbers as the config says."""
+
+    name = "configured"
+    VERSION = tfds.core.Version("2.0.0")
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ("two", "five")]
+
+    def _info(self):
+        size = {"two": 2, "five": 5}[self.builder_config.name]
+        features = {"x": F.Tensor(shape=(size,), dtype=np.float32), "y": _VECTOR["y"]}
+        return tfds.core.DatasetInfo(
+            builder=self, features=F.FeaturesDict(features), supervised_keys=("x", "y")
+        )
+
+    def _split_generators(self, dl_manager):
+        size = self.info.features["x"].shape
+        return {"train": ((i, {"x": _draw(i, size), "y": i % 3}) for i in range(12))}
+
+    def _generate_examples(self):
+        raise NotImplementedError
+
+
 class Failing(Reference, skip_registration=True):
     """Its examples cannot be made."""
 

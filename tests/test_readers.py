@@ -503,6 +503,38 @@ def test_what_cannot_be_honoured_is_refused(prepare, monkeypatch):
     assert "pip install array_record" in refusal(lambda: load(folder))
 
 
+# Naming a dataset.
+
+
+@pytest.mark.parametrize(
+    ("named", "full_name", "width"),
+    [
+        ("", "configured/two/2.0.0", 2),
+        ("/five", "configured/five/2.0.0", 5),
+        (":2.0.0", "configured/two/2.0.0", 2),
+        ("/five:2.0.0", "configured/five/2.0.0", 5),
+    ],
+)
+def test_config_and_version_may_follow_a_builder_class(named, full_name, width, tmp_path):
+    data = load(f"builders:Configured{named}", data_dir=str(tmp_path))
+    assert f"{data.name}/{data.version}" == full_name
+    assert data.spec.input_shape == (width,)
+
+
+def test_unknown_configs_and_versions_of_a_builder_class_are_refused(tmp_path):
+    for named, part in (("/six", "six"), (":9.9.9", "9.9.9"), ("/five:9.9.9", "9.9.9")):
+        dataset = f"builders:Configured{named}"
+        said = refusal(lambda dataset=dataset: load(dataset, data_dir=str(tmp_path)))
+        assert f"--dataset={dataset}" in said and part in said
+
+
+def test_a_folder_of_versions_says_where_the_datasets_are(tmp_path):
+    load("builders:Configured/five", data_dir=str(tmp_path))
+    prepared = tmp_path / "configured" / "five" / "2.0.0"
+    for folder in (prepared.parent, prepared.parent.parent):
+        assert str(prepared) in refusal(lambda folder=folder: load(str(folder)))
+
+
 # The rest.
 
 
