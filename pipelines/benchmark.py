@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     cli.check_environment()
     cli.set_up_logging(values.verbosity)
     cli.tell_unused(values, _UNUSED_FLAGS)
-    if values.plot:
+    if values.plot is not None:
         plots.check("plot", values.plot)
     with tables.opened(values.output) as output:
         cli.import_tensorflow(values.verbosity)

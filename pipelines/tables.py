@@ -65,7 +65,7 @@ def check_writable(flag: str, path: str) -> None:
         possible = not os.path.isdir(path) and os.access(path, os.W_OK)
     else:
         possible = os.path.isdir(folder) and os.access(folder, os.W_OK)
-    if not possible:
+    if not path or not possible:
         raise UserError(f"--{flag}={path}: cannot write there")
 
 

@@ -162,6 +162,8 @@ def test_a_table_for_people(run):
         (["--sweep=reader=disk"], "--reader=disk"),
         (["--repeats=0"], "--repeats"),
         (["--output=no/such/folder/rows"], "--output=no/such/folder/rows: cannot write there"),
+        (["--output="], "--output=: cannot write there"),
+        (["--plot="], "--plot=: the name of a picture"),
         (["--plot=no/such/folder/plot.png"], "--plot=no/such/folder/plot.png: cannot write"),
         (["--plot=plot.pdf"], "must end in .png"),
         (["leftover"], "unexpected argument 'leftover'"),
