@@ -31,6 +31,7 @@ _EXPORTS = {
     "mixup": "mix",
     "plots": "plots",
     "randomness": "randomness",
+    "settle_types": "definer",
     "symbol_name": "symbols",
     "tables": "tables",
     "to_model_input": "features",

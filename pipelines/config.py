@@ -4,7 +4,7 @@ import dataclasses
 
 from absl import flags
 
-from pipelines.definer import FlagDefiner
+from pipelines.definer import FlagDefiner, settle_types
 from pipelines.errors import UserError
 
 READERS = ("auto", "memory", "indexed", "stream")
@@ -37,6 +37,7 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self):
+        settle_types(self)
         if self.data_dir == "":
             raise UserError("--data_dir= is empty: name a folder or leave the flag out")
 

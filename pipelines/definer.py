@@ -1,6 +1,9 @@
 """Defines flags from the dataclass that they become: its fields' names, its values as defaults."""
 
 import dataclasses
+import numbers
+import os
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +49,60 @@ class FlagDefiner:
     def items(self, name: str, text: str) -> None:
         """Defines a list of comma-separated strings; the field is a tuple."""
         self._define(flags.DEFINE_list, name, text)
+
+
+_KINDS = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string, or where a flag names one a class or function",
+}
+
+
+def settle_types(config: Any) -> None:
+    """Gives a frozen dataclass made in Python the types that its flags would have given it.
+
+    Numpy's numbers become plain ones, paths strings, lists tuples.
+
+    Raises:
+      UserError: for a value of another type, naming the field.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_row = isinstance(value, (list, tuple))
+        settled = tuple(map(_plain, value)) if is_row else _plain(value)
+        if not _fits(settled, field.type):
+            raise UserError(f"--{field.name}={value!r}: must be {_describe(field.type)}")
+        object.__setattr__(config, field.name, settled)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    for abstract, plain in ((numbers.Integral, int), (numbers.Real, float)):
+        if isinstance(value, abstract):
+            return value if isinstance(value, bool) else plain(value)
+    return value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, inner[0]) for v in value)
+    if inner:  # a union
+        return any(_fits(value, each) for each in inner)
+    if kind is str:
+        return isinstance(value, str) or callable(value)
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _describe(kind: Any) -> str:
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return f"a tuple, each {_KINDS[inner[0]]}"
+    return _KINDS[kind] if not inner else f"{_describe(inner[0])}, or None"
 
 
 def check_values(config: Any, define_fn: Callable[[flags.FlagValues], None]) -> None:

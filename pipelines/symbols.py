@@ -1,5 +1,6 @@
 """Finds what a user names on a flag as `package.module:attribute`, or hands over in Python."""
 
+import functools
 import importlib
 import os
 import re
@@ -21,8 +22,16 @@ def is_symbol(value: Any) -> bool:
 
 
 def symbol_name(value: Any) -> Any:
-    """`package.module:attribute` of a class or function; anything else as it is."""
-    return f"{value.__module__}:{value.__qualname__}" if callable(value) else value
+    """`package.module:attribute` of a class or function; anything else as it is.
+
+    Of a `functools.partial` that of its function, of another callable object that of its class.
+    """
+    if not callable(value):
+        return value
+    while isinstance(value, functools.partial):
+        value = value.func
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def load_symbol(flag: str, text: Any) -> Any:

@@ -1,5 +1,6 @@
 """Law 5: nothing is silent. Each mistake is told in one line, soon, and leaves nothing behind."""
 
+import functools
 import shutil
 import time
 import types
@@ -427,3 +428,41 @@ def test_second_run_in_a_folder_refuses(command):
     # The lock dies with its owner.
     steps = str(Run(run.dir).column("step")[-1])
     command(*flags, f"--train_steps={steps}", "--log_steps=50", model_dir=run.dir)
+
+
+# Settings made in Python.
+
+
+def test_settings_of_other_types_are_refused_where_they_are_made():
+    for make, fields, told in (
+        (pipelines.DataConfig, {"batch_size": "6"}, "--batch_size='6': must be an integer"),
+        (pipelines.DataConfig, {"batch_size": None}, "--batch_size=None: must be an integer"),
+        (pipelines.DataConfig, {"batch_size": True}, "--batch_size=True: must be an integer"),
+        (pipelines.DataConfig, {"augment": "flip"}, "--augment='flip': must be a tuple"),
+        (trainer.TrainConfig, {"hidden_units": 16}, "--hidden_units=16: must be a tuple"),
+        (trainer.TrainConfig, {"class_weights": {0: 1.0, 1: 2.0, 2: 1.0}}, "--class_weights={0"),
+        (trainer.TrainConfig, {"class_weights": "1,2,3"}, "--class_weights='1,2,3'"),
+        (trainer.TrainConfig, {"model": None}, "--model=None: must be a string, or"),
+        (trainer.TrainConfig, {"learning_rate": "fast"}, "'fast': must be a number, or None"),
+    ):
+        with pytest.raises(UserError) as raised:
+            make(**fields)
+        assert told in str(raised.value)
+
+
+def test_numbers_of_numpy_lists_and_paths_are_as_good(data_dir, tmp_path):
+    data = pipelines.DataConfig(
+        dataset="builders:Vectors", data_dir=data_dir, batch_size=np.int64(6), seed=np.int32(3)
+    )
+    config = trainer.TrainConfig(
+        model_dir=tmp_path / "run",
+        model=functools.partial(parts.linear),
+        learning_rate=np.float32(0.1),
+        train_steps=np.int64(2),
+        class_weights=[1, 2, np.float64(3)],
+        seed=data.seed,
+        num_devices=1,
+        export=False,
+    )
+    assert trainer.run(config, data)["steps"] == 2
+    assert config.class_weights == (1, 2, 3) and data.data_dir == str(data_dir)

@@ -6,7 +6,7 @@ import re
 
 from absl import flags
 
-from pipelines import FlagDefiner, UserError, cli, is_symbol
+from pipelines import FlagDefiner, UserError, cli, is_symbol, settle_types
 
 MODES = ("train", "eval", "train_and_eval", "export")
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored")
@@ -79,6 +79,7 @@ class TrainConfig:
     progress: str = "auto"
 
     def __post_init__(self):
+        settle_types(self)
         for a, b in (("train_epochs", "train_steps"), ("eval_epochs", "eval_steps")):
             if getattr(self, a) is not None and getattr(self, b) is not None:
                 raise UserError(f"--{a} and --{b} exclude each other: give one")
