@@ -79,6 +79,7 @@ _UNUSED_FLAGS = (
     "profile_steps",
     "progress",
     "callback",
+    "summary",
 )
 
 
