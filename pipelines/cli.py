@@ -82,11 +82,13 @@ def changed(values: flags.FlagValues, name: str) -> bool:
     return values[name].value != values[name].default
 
 
-def tell_unused(values: flags.FlagValues, names: Sequence[str]) -> None:
+def tell_unused(
+    values: flags.FlagValues, names: Sequence[str], why: str = "without effect in a benchmark"
+) -> None:
     """Logs which of the flags `names`, that a benchmark has no use for, were given a value."""
     unused = [f"--{name}" for name in names if changed(values, name)]
     if unused:
-        _log.info("without effect in a benchmark: %s", ", ".join(unused))
+        _log.info("%s: %s", why, ", ".join(unused))
 
 
 def flags_text(values: flags.FlagValues) -> str:

@@ -119,8 +119,9 @@ def test_weights_of_another_model_are_refused(command):
         assert "--init_from" in command(*RUN, *flags, code=1).error
 
 
-def test_time_between_checkpoints(command):
-    run = command(*RUN, "--checkpoint_secs=0.0001", "--max_to_keep=50", "--steps_per_loop=1")
+@pytest.mark.parametrize("secs", [0, 0.0001])
+def test_time_between_checkpoints(command, secs):
+    run = command(*RUN, f"--checkpoint_secs={secs}", "--max_to_keep=50", "--steps_per_loop=1")
     assert len(steps_in(run.dir / "checkpoints")) >= 11
 
 

@@ -33,9 +33,10 @@ def run(data_dir, capfd):
 
 def test_rows_keep_to_the_documented_schema(run, tmp_path):
     path = tmp_path / "rows.jsonl"
-    flags = words("--compare --num_devices=2 --jit_compile=false --format=jsonl")
-    code, out, _ = run(*flags, f"--output={path}")
+    flags = words("--compare --num_devices=2 --jit_compile=false --format=jsonl --l2=0.1")
+    code, out, err = run(*flags, f"--output={path}")
     assert (code, out) == (0, "")
+    assert "the loops compared with leave out of their steps: --l2\n" in err
     *rows, summary = [json.loads(line) for line in path.read_text().splitlines()]
     common, measured, conclusion = documented_fields(benchmark.__doc__)
     for row in rows:

@@ -82,6 +82,20 @@ _UNUSED_FLAGS = (
     "summary",
 )
 
+_NOT_COMPARED = (
+    "augment",
+    "loss",
+    "label_smoothing",
+    "class_weights",
+    "l2",
+    "regularizer",
+    "metrics",
+    "grad_accum_steps",
+    "grad_clip_norm",
+    "grad_clip_norm_per_variable",
+    "grad_clip_value",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -128,6 +142,8 @@ def main(argv: Sequence[str]) -> int:
     cli.check_environment()
     cli.set_up_logging(values.verbosity)
     cli.tell_unused(values, _UNUSED_FLAGS)
+    if settings.compare:
+        cli.tell_unused(values, _NOT_COMPARED, "the loops compared with leave out of their steps")
     with tables.opened(values.output) as output:
         cli.import_tensorflow(values.verbosity)
         from trainer import speed

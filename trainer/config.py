@@ -248,7 +248,8 @@ def _define_bookkeeping(f: FlagDefiner) -> None:
         "Steps between checkpoints (default: each epoch, at most one a second).",
     )
     f.number(
-        "checkpoint_secs", "Seconds between checkpoints, beside --checkpoint_steps (default: none)."
+        "checkpoint_secs",
+        "Seconds between checkpoints, beside --checkpoint_steps (default: none; 0: each call).",
     )
     f.integer("max_to_keep", "Checkpoints to keep; the best is kept apart.")
     f.string(

@@ -225,11 +225,12 @@ class Loop:
     def _checkpoint_every(self) -> int | None:
         if self.config.checkpoint_steps:
             return self.config.checkpoint_steps
-        return None if self.config.checkpoint_secs else self.task.steps_per_epoch
+        return None if self.config.checkpoint_secs is not None else self.task.steps_per_epoch
 
     def _checkpoint_due(self) -> bool:
         waited = time.monotonic() - self._saved_at
-        if self.config.checkpoint_secs and waited >= self.config.checkpoint_secs:
+        secs = self.config.checkpoint_secs
+        if secs is not None and waited >= secs:
             return True
         if not self._is_due(self._checkpoint_every):
             return False
